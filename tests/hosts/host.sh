@@ -42,6 +42,7 @@ load_serving_image() { # one stream from the cached tar: no copy of 2 GB in betw
   docker exec -i "$1" docker import \
     --change 'ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin' \
     - "$SERVING_IMAGE" <"$SERVING_TAR" >/dev/null
+  docker exec "$1" docker tag "$SERVING_IMAGE" "${SERVING_IMAGE%:*}:0.32.0"
 }
 
 up() {

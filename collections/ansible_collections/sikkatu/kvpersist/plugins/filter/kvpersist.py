@@ -1,0 +1,40 @@
+"""Filters of the collection: thin wrappers around the core, which holds the rules."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Mapping
+
+from ansible.errors import AnsibleFilterError
+
+from ..module_utils.kvpersist import render
+from ..module_utils.kvpersist.identity import CacheIdentity
+
+
+def _filter(function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise AnsibleFilterError(str(error)) from error
+
+    return wrapped
+
+
+def _identity(fields: Mapping[str, object]) -> CacheIdentity:
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"the identity is {fields!r}; allowed: a dictionary of its fields")
+    return CacheIdentity.from_fields(fields)
+
+
+class FilterModule:
+    """Short names for playbooks; documented one by one in the files beside this one."""
+
+    def filters(self) -> Dict[str, Callable[..., Any]]:
+        return {
+            "kvp_namespace": _filter(lambda fields: _identity(fields).namespace()),
+            "kvp_model_name": _filter(lambda fields: _identity(fields).lmcache_model_name()),
+            "kvp_identity": _filter(lambda fields: dict(_identity(fields).items)),
+            "kvp_env_file": _filter(render.env_file),
+            "kvp_l2_adapter": _filter(render.l2_adapter),
+            "kvp_kv_transfer": _filter(render.kv_transfer),
+        }

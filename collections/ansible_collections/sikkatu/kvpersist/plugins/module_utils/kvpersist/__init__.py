@@ -1,0 +1,1 @@
+"""Model-agnostic core of kvpersist: standard library only, no printing."""

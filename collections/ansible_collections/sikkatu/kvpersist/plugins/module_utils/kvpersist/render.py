@@ -1,0 +1,153 @@
+"""Rendering of what the services read: env files, the L2 adapter JSON, the connector JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Dict, Mapping, Optional
+from urllib.parse import urlsplit
+
+GIB = 1024**3
+GB = 10**9
+
+CONNECTOR = "LMCacheMPConnector"
+#: Without it vLLM takes its own, older connector of the same name.
+CONNECTOR_MODULE_PATH = "lmcache.integration.vllm.lmcache_mp_connector"
+
+L2_ADAPTERS = ("nixl_store_dynamic",)
+
+
+def env_file(variables: Mapping[str, object]) -> str:
+    """Lines ``NAME=value`` that systemd (EnvironmentFile) and a POSIX shell read alike.
+
+    Double quotes with ``\\ " $ ``` escaped mean the same to both; a value of plain
+    characters stays bare. Raises ValueError for a name or value that no such line can carry.
+    """
+    lines = []
+    for name, value in variables.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            raise ValueError(f"{name!r} is not the name of an environment variable: letters, digits and _ only")
+        text = _plain(value)
+        if re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", text):
+            raise ValueError(f"{name} is {json.dumps(text)}; allowed: one line without control characters")
+        if not re.fullmatch(r"[A-Za-z0-9_./:@%+,=-]*", text):
+            text = '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
+        lines.append(f"{name}={text}")
+    return "".join(line + "\n" for line in lines)
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def l2_adapter(
+    cache_root: str,
+    l2_size_gb: float,
+    adapter: str = "nixl_store_dynamic",
+    trigger_watermark: float = 0.9,
+    eviction_ratio: float = 0.1,
+    direct_io: bool = False,
+) -> str:
+    """Value of ``lmcache server --l2-adapter``.
+
+    ``l2_size_gb`` is the budget in GB of 10^9 bytes; LMCache counts ``max_capacity_gb`` in
+    GiB (``DynamicNixlStoreL2Adapter``), so it is converted, rounded down. Every value of
+    ``backend_params`` is a string there, and without an ``eviction`` block nothing is ever
+    evicted. Raises ValueError for a value out of range.
+    """
+    if adapter not in L2_ADAPTERS:
+        raise ValueError(f"adapter is {adapter!r}; allowed: {', '.join(L2_ADAPTERS)}")
+    if not str(cache_root).startswith("/"):
+        raise ValueError(f"cache_root is {cache_root!r}; allowed: an absolute path")
+    capacity = _number("l2_size_gb", l2_size_gb) * GB / GIB
+    watermark = _number("trigger_watermark", trigger_watermark)
+    ratio = _number("eviction_ratio", eviction_ratio)
+    if not capacity >= 0.001:
+        raise ValueError(f"l2_size_gb is {l2_size_gb!r}; allowed: a number of GB, at least 0.01")
+    if not 0 < watermark <= 1:
+        raise ValueError(f"trigger_watermark is {trigger_watermark!r}; allowed: above 0, at most 1")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"eviction_ratio is {eviction_ratio!r}; allowed: above 0, at most 1")
+    return _compact(
+        {
+            "type": adapter,
+            "backend": "POSIX",
+            "backend_params": {
+                "file_path": str(cache_root),
+                "use_direct_io": "true" if direct_io else "false",
+                "max_capacity_gb": f"{int(capacity * 1000) / 1000:.3f}",
+            },
+            "eviction": {
+                "eviction_policy": "LRU",
+                "trigger_watermark": watermark,
+                "eviction_ratio": ratio,
+            },
+            "persist_enabled": True,
+        }
+    )
+
+
+def server_host(host: str) -> str:
+    """``tcp://HOST`` as the connector wants it, from any spelling of a host.
+
+    A scheme is optional, a port is dropped (it has its own option), IPv6 gets brackets and
+    ``localhost`` becomes 127.0.0.1, where the server listens. Raises ValueError.
+    """
+    text = str(host).strip()
+    bare = text[len("tcp://") :] if text.startswith("tcp://") else text
+    if bare.count(":") > 1 and not bare.startswith("["):
+        bare = f"[{bare}]"
+    try:
+        name: Optional[str] = urlsplit(f"tcp://{bare}").hostname
+    except ValueError:
+        name = None
+    if not name or not re.fullmatch(r"[0-9a-z.:-]+", name) or "/" in bare:
+        raise ValueError(f"host is {host!r}; allowed: an address or a name, with or without tcp:// and a port")
+    if name == "localhost":
+        name = "127.0.0.1"
+    return f"tcp://[{name}]" if ":" in name else f"tcp://{name}"
+
+
+def kv_transfer(host: str = "127.0.0.1", port: int = 5555, timeout: int = 60, heartbeat: int = 2) -> str:
+    """Value of ``vllm serve --kv-transfer-config``.
+
+    ``timeout`` and ``heartbeat`` are seconds. ``recompute``: a chunk that cannot be loaded
+    costs a recompute, where vLLM's default fails the request. Raises ValueError.
+    """
+    number = int(_number("port", port))
+    if not 1 <= number <= 65535:
+        raise ValueError(f"port is {port!r}; allowed: 1 to 65535")
+    return _compact(
+        {
+            "kv_connector": CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_connector_module_path": CONNECTOR_MODULE_PATH,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": server_host(host),
+                "lmcache.mp.port": number,
+                # The server's own default; on CPU the connector hangs when left to choose.
+                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+                "lmcache.mp.mq_timeout": int(_number("timeout", timeout)),
+                "lmcache.mp.heartbeat_interval": int(_number("heartbeat", heartbeat)),
+            },
+        }
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        if not 0 <= number < float("inf"):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {value!r}; allowed: a number, not negative") from None
+    return number
+
+
+def _compact(document: Dict[str, Any]) -> str:
+    return json.dumps(document, separators=(",", ":"))
