@@ -15,7 +15,7 @@ newer_python() {
 }
 
 install_collections() {
-  local into=$CACHE/collections-$(digest "$REPO/requirements.yml")
+  local into=$COLLECTIONS
   [ -d "$into/ansible_collections/community/docker" ] && return
   say "installing the collections of requirements.yml"
   if ! timeout 60 "$1/bin/ansible-galaxy" collection install --timeout 10 -r "$REPO/requirements.yml" -p "$into" \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Debian packages and a running docker daemon. Usage: system.sh up|down
+# Debian packages and a running docker daemon. Usage: system.sh up|down|forget
 source "$(dirname "$0")/common.sh"
 
 PACKAGES=(python3-venv docker.io mmdebstrap xfsprogs e2fsprogs util-linux iproute2 git make curl)
@@ -59,5 +59,10 @@ stop_docker() {
 case ${1:-} in
   up) install_packages && start_docker ;;
   down) stop_docker ;;
-  *) die "usage: system.sh up|down" ;;
+  forget)
+    docker image ls -q --filter reference='kvpersist*' | sort -u | xargs -r docker image rm -f >/dev/null
+    stop_docker
+    rm -rf "$CACHE"
+    ;;
+  *) die "usage: system.sh up|down|forget" ;;
 esac

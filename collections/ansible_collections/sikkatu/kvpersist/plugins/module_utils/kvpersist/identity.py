@@ -66,16 +66,10 @@ def _hex(digits: int) -> Callable[[str, object], str]:
 
 def _count(field: str, value: object) -> int:
     """A whole number above 0; ``4``, ``"4"`` and ``4.0`` are the same count."""
-    number = 0
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,12}", value.strip()):
-        number = int(value)
-    elif isinstance(value, float) and value.is_integer():
-        number = int(value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        number = int(value)
-    if number < 1:
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,12}", text) or int(text) < 1:
         raise IdentityError(field, value, "a whole number above 0")
-    return number
+    return int(text)
 
 
 def _choice(*choices: str, **synonyms: str) -> Callable[[str, object], str]:
@@ -147,7 +141,7 @@ class CacheIdentity:
     items: Tuple[Tuple[str, Any], ...]
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, object]) -> "CacheIdentity":
+    def from_fields(cls, fields: Mapping[str, object]) -> CacheIdentity:
         """Check every field. Raises :class:`IdentityError`: a pin that is missing, unknown or uncertain."""
         unknown = sorted(set(fields) - set(FIELDS))
         if unknown:

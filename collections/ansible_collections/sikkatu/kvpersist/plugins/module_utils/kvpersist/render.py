@@ -20,8 +20,9 @@ L2_ADAPTERS = ("nixl_store_dynamic",)
 def env_file(variables: Mapping[str, object]) -> str:
     """Lines ``NAME=value`` that systemd (EnvironmentFile) and a POSIX shell read alike.
 
-    Double quotes with ``\\ " $ ``` escaped mean the same to both; a value of plain
-    characters stays bare. Raises ValueError for a name or value that no such line can carry.
+    Lists and dictionaries become compact JSON. A value of plain characters stays bare;
+    single quotes, or double quotes with ``\\ " $ ``` escaped, mean the same to both.
+    Raises ValueError for a name or value that no such line can carry.
     """
     lines = []
     for name, value in variables.items():
@@ -31,7 +32,8 @@ def env_file(variables: Mapping[str, object]) -> str:
         if re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", text):
             raise ValueError(f"{name} is {json.dumps(text)}; allowed: one line without control characters")
         if not re.fullmatch(r"[A-Za-z0-9_./:@%+,=-]*", text):
-            text = '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
+            quoted = '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
+            text = quoted if "'" in text else f"'{text}'"
         lines.append(f"{name}={text}")
     return "".join(line + "\n" for line in lines)
 
@@ -39,6 +41,8 @@ def env_file(variables: Mapping[str, object]) -> str:
 def _plain(value: object) -> str:
     if value is None:
         return ""
+    if isinstance(value, (Mapping, list, tuple)):
+        return json.dumps(value, separators=(",", ":"))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

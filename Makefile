@@ -1,0 +1,29 @@
+# Start with `make demo`; check a change with `make test`. Both install what they need.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+.PHONY: help demo demo-down test test-all lint test-unit clean-cache
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+demo: ## provision a test host with site.yml, prove that restarts cost no recompute
+	@tests/demo.sh up
+
+demo-down: ## remove everything that the demo made
+	@tests/demo.sh down
+
+test: ## linters, unit tests, molecule on real hosts
+	@tests/test.sh all
+
+test-all: ## the same, plus what takes long
+	@tests/test.sh long
+
+lint: ## linters only
+	@tests/test.sh lint
+
+test-unit: ## unit tests only, on each ansible-core that runs here
+	@tests/test.sh unit
+
+clean-cache: ## forget downloaded wheels and built images
+	@tests/env/system.sh forget

@@ -1,0 +1,128 @@
+"""The launcher with a stand-in for docker and for the lmcache server: only its own decisions are tested."""
+
+import http.server
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import COLLECTION
+
+LAUNCHER = COLLECTION / "roles/kvp_vllm/files/run-vllm-with-persist"
+
+
+class Status(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def lmcache():
+    """Two ports that answer as the real server's do: /status, and ZMTP's greeting."""
+    web = http.server.HTTPServer(("127.0.0.1", 0), Status)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    zmq = socket.create_server(("127.0.0.1", 0))
+
+    def greet():
+        while True:
+            try:
+                connection, _ = zmq.accept()
+            except OSError:
+                return
+            connection.sendall(b"\xff")
+            connection.close()
+
+    threading.Thread(target=greet, daemon=True).start()
+    yield {"host": "127.0.0.1", "port": zmq.getsockname()[1], "url": f"http://127.0.0.1:{web.server_port}"}
+    web.shutdown()
+    zmq.close()
+
+
+@pytest.fixture
+def launch(tmp_path):
+    docker = tmp_path / "bin/docker"
+    docker.parent.mkdir()
+    docker.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "json.dump({'argv': sys.argv[1:], 'secret': os.environ.get('SECRET')}, open(os.environ['OUT'], 'w'))\n"
+    )
+    docker.chmod(0o755)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    state = tmp_path / "state/vllm.json"
+    state.parent.mkdir()
+    script = tmp_path / "launcher"
+    script.write_text(LAUNCHER.read_text().replace("/run/kvpersist/vllm.json", str(state)))
+
+    def run(lmcache, model_dir=model, wait=0):
+        config = {
+            "model_dir": str(model_dir),
+            "lmcache": {**lmcache, "wait_seconds": wait},
+            "kv_transfer_config": {"kv_connector": "LMCacheMPConnector", "text": "a 'b' \"c\" %d $e"},
+            "docker_args": ["--rm", "--name", "x y"],
+            "env": {"SECRET": "s3cret"},
+            "image": "image",
+            "command": ["vllm", "serve"],
+            "serve_args": ["name", "--port", "1"],
+        }
+        path, out = tmp_path / "vllm.json", tmp_path / "out.json"
+        path.write_text(json.dumps(config))
+        env = {**os.environ, "PATH": f"{docker.parent}:{os.environ['PATH']}", "OUT": str(out)}
+        done = subprocess.run(
+            [sys.executable, str(script), str(path)], env=env, capture_output=True, text=True, timeout=60
+        )
+        called = json.loads(out.read_text()) if out.exists() else None
+        return done, called, json.loads(state.read_text()) if state.exists() else None
+
+    return run
+
+
+def test_with_the_server_there_the_connector_is_passed_word_by_word(launch, lmcache):
+    done, called, state = launch(lmcache)
+    assert done.returncode == 0
+    assert called["argv"][:8] == ["run", "--rm", "--name", "x y", "--env", "SECRET", "image", "vllm"]
+    at = called["argv"].index("--kv-transfer-config")
+    assert json.loads(called["argv"][at + 1])["text"] == "a 'b' \"c\" %d $e"
+    assert state["caching"] is True
+
+
+def test_secrets_travel_in_the_environment(launch, lmcache):
+    _done, called, _state = launch(lmcache)
+    assert called["secret"] == "s3cret"
+    assert "s3cret" not in json.dumps(called["argv"])
+
+
+def test_without_the_server_it_serves_uncached_and_says_so(launch):
+    gone = {"host": "127.0.0.1", "port": 1, "url": "http://127.0.0.1:1"}
+    done, called, state = launch(gone, wait=2)
+    assert done.returncode == 0
+    assert called["argv"][-2:] == ["--port", "1"]
+    assert "--kv-transfer-config" not in called["argv"]
+    assert "SERVING UNCACHED" in done.stdout
+    assert state["caching"] is False
+    assert "refused" in state["reason"]
+
+
+def test_a_server_that_accepts_and_never_answers_is_not_there(launch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        done, called, state = launch({"host": "127.0.0.1", "port": port, "url": f"http://127.0.0.1:{port}"})
+    assert done.returncode == 0
+    assert "--kv-transfer-config" not in called["argv"]
+    assert state["caching"] is False
+
+
+def test_a_missing_model_is_our_error_and_not_a_hub_lookup(launch, lmcache):
+    done, called, _state = launch(lmcache, model_dir=pathlib.Path("/nowhere"))
+    assert done.returncode == 78
+    assert called is None
+    assert "/nowhere/config.json" in done.stdout
