@@ -36,6 +36,7 @@ image() {
   docker run --name "$name" --network none -v "$WHEELS:/wheels:ro" \
     -v "$REPO/requirements/serving-cpu.txt:/requirements.txt:ro" -v "$CACHE/bootstrap/bin/uv:/usr/local/bin/uv:ro" \
     -v "$REPO/tests/serving/build.sh:/build.sh:ro" "$SERVING_BASE" sh /build.sh >&2
+  docker commit "$name" "$SERVING_IMAGE" >/dev/null # here it makes the model; the hosts get the tar
   docker export "$name" -o "$SERVING_TAR.part"
   docker rm "$name" >/dev/null
   mv "$SERVING_TAR.part" "$SERVING_TAR"

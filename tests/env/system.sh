@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Debian packages and a running docker daemon. Usage: system.sh up|down|forget
+# Debian packages and a running docker daemon. Usage: system.sh packages|up|down|forget
 source "$(dirname "$0")/common.sh"
 
 PACKAGES=(python3-venv docker.io mmdebstrap xfsprogs e2fsprogs util-linux iproute2 git make curl)
@@ -57,6 +57,7 @@ stop_docker() {
 }
 
 case ${1:-} in
+  packages) install_packages ;;
   up) install_packages && start_docker ;;
   down) stop_docker ;;
   forget)
@@ -64,5 +65,5 @@ case ${1:-} in
     stop_docker
     rm -rf "$CACHE"
     ;;
-  *) die "usage: system.sh up|down|forget" ;;
+  *) die "usage: system.sh packages|up|down|forget" ;;
 esac

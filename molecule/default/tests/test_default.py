@@ -1,0 +1,160 @@
+"""What site.yml promises on a host of its own: running, repeatable, refusing what is wrong."""
+
+import json
+
+from play import changed, told
+
+KEY = "sk-s3cret-of-the-test"
+CHAT = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def test_services_run_and_are_enabled(host):
+    for name in ("kvpersist-lmcache", "kvpersist-vllm"):
+        assert host.service(name).is_running
+        assert host.service(name).is_enabled
+    assert host.check_output("systemctl is-system-running") == "running"
+
+
+def test_cache_directory_is_private_and_on_its_own_device(host):
+    root = host.file("/var/lib/kvpersist")
+    assert (root.user, root.group, root.mode) == ("kvpersist", "kvpersist", 0o700)
+    assert host.mount_point("/var/lib/kvpersist").filesystem == "xfs"
+    assert "UUID=" in host.check_output("grep /var/lib/kvpersist /etc/fstab")
+    pid = host.check_output("systemctl show -p MainPID --value kvpersist-lmcache")
+    assert host.file("/var/lib/kvpersist/lmcache-server.pid").content_string.strip() == pid
+
+
+def test_files_of_the_seed(host):
+    cache = host.file("/etc/kvpersist/cache.env").content_string
+    for line in ("KVP_CACHE_ROOT=/var/lib/kvpersist", "KVP_L1_SIZE_GB=1", "KVP_L2_SIZE_GB=4", "LMCACHE_L2_SERDE=none"):
+        assert line in cache.splitlines()
+    identity = host.check_output(". /etc/kvpersist/identity.env; echo $KVP_NAMESPACE $KVP_MODEL")
+    namespace, model = identity.split()
+    assert model.endswith(namespace)
+    assert len(namespace) == len("kvp-") + 32
+
+
+def test_the_connector_json_arrives_as_it_was_written(host):
+    pid = host.check_output("systemctl show -p MainPID --value kvpersist-lmcache")
+    argv = host.check_output(f"tr '\\0' '\\n' < /proc/{pid}/cmdline").splitlines()
+    adapter = json.loads(argv[argv.index("--l2-adapter") + 1])
+    assert adapter["persist_enabled"] is True
+    top = host.check_output("docker top smollm2-kvp -eo args")
+    assert '"kv_load_failure_policy": "recompute"' in top
+
+
+def test_registered_under_the_namespaced_name(host):
+    status = json.loads(host.check_output("curl -s http://127.0.0.1:8080/status"))
+    names = [context["model_name"] for context in status["cache_context_meta"].values()]
+    assert names == [host.check_output(". /etc/kvpersist/identity.env; echo $KVP_MODEL")]
+
+
+def test_the_two_ports_of_lmcache_are_on_loopback(host):
+    for port in (5555, 8080):
+        assert host.socket(f"tcp://127.0.0.1:{port}").is_listening
+        assert not host.socket(f"tcp://0.0.0.0:{port}").is_listening
+
+
+def test_api_key_is_needed_and_stays_secret(host):
+    url = "http://127.0.0.1:8000/v1/chat/completions"
+    send = f"curl -s -o /dev/null -w '%{{http_code}}' -H 'Content-Type: application/json' -d '{json.dumps(CHAT)}' {url}"
+    assert host.check_output(send) == "401"
+    assert host.check_output(f"{send} -H 'Authorization: Bearer {KEY}'") == "200"
+    for where in ("docker inspect smollm2-kvp", "ps axww -o args", "journalctl -b --no-pager", "cat /etc/kvpersist/*"):
+        shown = host.check_output(f"{where} | grep -v grep | grep -c {KEY} || true")
+        assert shown == "0", where
+
+
+def test_the_server_is_sandboxed(host):
+    score = host.check_output("systemd-analyze security kvpersist-lmcache | tail -n 1 | grep -oE '[0-9]+[.][0-9]+'")
+    assert float(score) <= 2.0
+
+
+def test_second_run_changes_and_restarts_nothing(play):
+    before = play.units()
+    code, output = play.site()
+    assert code == 0, output
+    assert changed(output) == 0, output
+    assert play.units() == before
+
+
+def test_check_mode_finds_nothing_to_change(play):
+    code, output = play.site("--check", "--diff")
+    assert code == 0, output
+    assert changed(output) == 0, output
+
+
+def test_each_tag_alone_changes_nothing_on_a_deployed_host(play):
+    before = play.units()
+    for tag in ("storage", "identity", "lmcache", "vllm", "observability", "verify"):
+        code, output = play.site("--tags", tag)
+        assert code == 0, output
+        assert changed(output) == 0, output
+    assert play.units() == before
+
+
+def refused(play, *needles, **variables):
+    """The play fails with a message that has the needles, and nothing was touched."""
+    before = (
+        play.units(),
+        play.host.check_output("find /etc/kvpersist /etc/fstab /etc/systemd/system -type f | xargs sha256sum"),
+    )
+    code, output = play.site(**variables)
+    assert code != 0, output
+    for needle in needles:
+        assert needle in told(output), output
+    after = (
+        play.units(),
+        play.host.check_output("find /etc/kvpersist /etc/fstab /etc/systemd/system -type f | xargs sha256sum"),
+    )
+    assert after == before
+
+
+def test_placeholders_are_refused(play):
+    refused(play, "kvp_vllm_image", "REPLACE_ME", kvp_vllm_image="lmcache/vllm-openai@sha256:REPLACE_ME")
+
+
+def test_bad_values_are_refused_by_name(play):
+    refused(
+        play, 'model_revision is "main"', kvp_identity_model_revision="main", kvp_identity_tokenizer_revision="0" * 40
+    )
+    refused(play, 'kv_cache_dtype is "auto"', kvp_identity_kv_cache_dtype="auto")
+    refused(play, "kvp_l2_size_gb is -1", kvp_l2_size_gb=-1)
+    refused(play, "kvp_l1_size_gb is 4096", kvp_l1_size_gb=4096)
+    refused(play, "kvp_lmcache_host", "loopback", kvp_lmcache_host="0.0.0.0")
+    refused(play, "kvp_vllm_api_key_file is empty", kvp_vllm_api_key_file="")
+    refused(play, "/srv/models/none/config.json", kvp_vllm_model_dir="/srv/models/none")
+    refused(play, "--dtype", "kvp_identity_", kvp_vllm_extra_args=["--dtype=half"])
+    refused(play, "--restart", "the unit decides", kvp_vllm_docker_args=["--restart", "unless-stopped"])
+    refused(play, "kvp_vllm_image is nowhere/none:1", kvp_vllm_image="nowhere/none:1")
+
+
+def test_a_taken_port_is_refused_and_its_owner_named(play):
+    play.host.check_output("systemd-run --unit squatter python3 -m http.server --bind 127.0.0.1 9999")
+    try:
+        refused(play, "kvp_lmcache_http_port is 9999", "python3", kvp_lmcache_http_port=9999)
+        refused(play, "kvp_vllm_port is 9999", "python3", kvp_vllm_port=9999)
+    finally:
+        play.host.check_output("systemctl stop squatter")
+
+
+def test_an_unmounted_cache_is_refused_while_vllm_serves_on(host):
+    """Last: it takes the cache server down."""
+    vllm = host.check_output("systemctl show -p InvocationID kvpersist-vllm")
+    host.check_output("systemctl stop kvpersist-lmcache")
+    host.check_output("cp /etc/fstab /root/fstab && sed -i /kvpersist/d /etc/fstab && systemctl daemon-reload")
+    host.check_output("umount /var/lib/kvpersist")
+    try:
+        start = host.run("systemctl start kvpersist-lmcache")
+        assert start.rc != 0
+        host.check_output("systemctl stop kvpersist-lmcache")
+        assert "/var/lib/kvpersist is not mounted" in host.check_output(
+            "journalctl -b -o cat -u kvpersist-lmcache -n 40"
+        )
+        assert host.check_output("ls -A /var/lib/kvpersist") == ""
+        assert host.run("runuser -u kvpersist -- touch /var/lib/kvpersist/x").rc != 0
+        assert host.check_output("curl -s -o /dev/null -w '%{http_code}' http://127.0.0.1:8000/health") == "200"
+        assert host.check_output("systemctl show -p InvocationID kvpersist-vllm") == vllm
+    finally:
+        host.check_output("cp /root/fstab /etc/fstab && systemctl daemon-reload && mount /var/lib/kvpersist")
+    host.check_output("systemctl start kvpersist-lmcache")

@@ -1,0 +1,91 @@
+"""The main promise, broken on purpose: restarts, kill -9, another identity, no cache server."""
+
+import json
+
+from play import told
+
+
+def test_the_cache_survives_restarts_and_kill_9(play, tmp_path):
+    code, output = play.book(
+        "recovery.yml", kvp_verify_recovery_signals=["SIGTERM", "SIGKILL"], kvp_verify_report_dir=str(tmp_path)
+    )
+    table = (tmp_path / f"recovery-{play.name}.txt").read_text()
+    print(table)
+    assert code == 0, output
+    rows = {row["scenario"]: row for row in json.loads((tmp_path / f"recovery-{play.name}.json").read_text())["rows"]}
+    assert list(rows) == ["cold", "another chat", "A", "A'", "B", "A kill -9", "A' kill -9", "B kill -9"]
+    assert not rows["another chat"]["same"]
+    for name, row in rows.items():
+        if name.startswith(("A", "B")):
+            assert row["same"]
+            assert row["cached_tokens"] > 0.9 * row["prompt_tokens"]
+        if name.startswith(("A k", "B")):
+            assert row["l1_tokens"] + row["l2_tokens"] > 0.9 * row["prompt_tokens"]
+        if name.startswith("B"):
+            assert row["l2_tokens"] > 0.9 * row["prompt_tokens"]
+
+
+def test_recovery_fails_when_the_files_are_gone(play, tmp_path):
+    """The proof itself can fail: without the files, B is a recompute and says so."""
+    play.host.check_output("systemctl stop kvpersist-vllm kvpersist-lmcache")
+    play.host.check_output("mkdir -p /etc/systemd/system/kvpersist-lmcache.service.d")
+    play.host.check_output(
+        "printf '[Service]\\nExecStartPre=/usr/bin/find /var/lib/kvpersist -name *.bin -delete\\n'"
+        " > /etc/systemd/system/kvpersist-lmcache.service.d/lose.conf && systemctl daemon-reload"
+    )
+    try:
+        play.host.check_output("systemctl start kvpersist-lmcache kvpersist-vllm")
+        code, output = play.book(
+            "recovery.yml",
+            kvp_verify_recovery_scenarios=["B"],
+            kvp_verify_recovery_tokens=1500,
+            kvp_verify_report_dir=str(tmp_path),
+        )
+        assert code != 0
+        assert "Not proved: B" in told(output)
+        assert "they did not come from disk" in (tmp_path / f"recovery-{play.name}.txt").read_text()
+    finally:
+        play.host.check_output("rm -r /etc/systemd/system/kvpersist-lmcache.service.d && systemctl daemon-reload")
+
+
+def test_another_identity_is_a_miss_and_the_old_one_a_hit_again(play):
+    chat = {"conversation": 77, "prompt_tokens": 1500}
+    first = play.chat(**chat)
+    files = set(play.host.check_output("ls /var/lib/kvpersist").split())
+
+    code, output = play.site(kvp_identity_model_revision="1" * 40)
+    assert code == 0, output
+    other = play.chat(**chat)
+    assert other["cached_tokens"] == 0
+    assert files <= set(play.host.check_output("ls /var/lib/kvpersist").split())
+
+    code, output = play.site()
+    assert code == 0, output
+    again = play.chat(**chat)
+    assert again["cached_tokens"] > 0.9 * again["prompt_tokens"]
+    assert again["token_ids"] == first["token_ids"]
+
+
+def test_without_the_cache_server_it_serves_uncached_and_says_so(play):
+    play.host.check_output("systemctl mask --runtime --now kvpersist-lmcache")
+    try:
+        play.host.check_output("systemctl restart kvpersist-vllm")
+        answer = play.chat(conversation=78, prompt_tokens=300)
+        assert answer["text"]
+        state = json.loads(play.host.file("/run/kvpersist/vllm.json").content_string)
+        assert state["caching"] is False
+        assert "SERVING UNCACHED" in play.host.check_output(
+            "journalctl -o cat -u kvpersist-vllm -n 200 | grep UNCACHED"
+        )
+        code, output = play.site("--tags", "verify")
+        assert code != 0
+        assert "kvpersist-lmcache is inactive" in told(output)
+    finally:
+        play.host.check_output("systemctl unmask --runtime kvpersist-lmcache")
+    play.host.check_output("systemctl start kvpersist-lmcache")
+    code, output = play.site("--tags", "verify")
+    assert code != 0
+    assert "serves UNCACHED since" in told(output)
+    play.host.check_output("systemctl restart kvpersist-vllm")
+    code, output = play.site("--tags", "verify")
+    assert code == 0, output

@@ -1,0 +1,74 @@
+"""Helpers of the molecule tests: run a playbook or one module as a user would."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+
+REPO = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Play:
+    """Runs playbooks against the host of the current scenario."""
+
+    def __init__(self, host):
+        self.host = host
+        self.name = host.backend.host
+        self.inventory = os.environ["MOLECULE_SCENARIO_DIRECTORY"] + "/inventory"
+        self.env = {
+            **os.environ,
+            "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"),
+            "ANSIBLE_NOCOLOR": "1",
+            "PY_COLORS": "0",
+            "ANSIBLE_FORCE_COLOR": "0",
+        }
+
+    def _run(self, *command):
+        run = subprocess.run(command, cwd=REPO, env=self.env, capture_output=True, text=True, check=False)
+        return run.returncode, run.stdout + run.stderr
+
+    def book(self, playbook, *arguments, **variables):
+        """(exit code, output) of one playbook with extra variables."""
+        extra = ["--extra-vars", json.dumps(variables)] if variables else []
+        return self._run("ansible-playbook", "-i", self.inventory, f"playbooks/{playbook}", *arguments, *extra)
+
+    def site(self, *arguments, **variables):
+        return self.book("site.yml", *arguments, **variables)
+
+    def chat(self, **parameters):
+        """The result of sikkatu.kvpersist.chat_probe."""
+        code, output = self._run(
+            "ansible",
+            "-i",
+            self.inventory,
+            self.name,
+            "-o",
+            "-m",
+            "sikkatu.kvpersist.chat_probe",
+            "-a",
+            json.dumps(parameters),
+        )
+        assert code == 0, output
+        return json.loads(output[output.index("=> ") + 3 :])
+
+    def units(self):
+        """What would differ if a service had been restarted or systemd reloaded."""
+        shown = {}
+        for unit in ("kvpersist-lmcache", "kvpersist-vllm"):
+            show = self.host.check_output(
+                f"systemctl show -p ActiveState,ActiveEnterTimestampMonotonic,MainPID,NeedDaemonReload {unit}"
+            )
+            shown[unit] = dict(line.split("=", 1) for line in show.splitlines())
+        shown["reloads"] = self.host.check_output("journalctl -b _PID=1 -o cat | grep -c '^Reloading' || true")
+        return shown
+
+
+def changed(output):
+    """Number of changed tasks that the recap of a play shows."""
+    return int(re.search(r"changed=(\d+)", output).group(1))
+
+
+def told(output):
+    """The output as one line, without the indentation that cuts messages in two."""
+    return re.sub(r"\s+", " ", output)

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# The checks of this repository. Usage: test.sh lint|unit|all|long
+# The last line printed is the count: "N passed, N failed".
+source "$(dirname "$0")/env/common.sh"
+cd "$REPO"
+passed=0 failed=0 notes=()
+
+step() { # step NAME COMMAND... - run one check, count it, go on
+  local name=$1 start=$SECONDS
+  shift
+  say "== $name"
+  if ("$@"); then
+    passed=$((passed + 1)) && say "ok: $name ($((SECONDS - start)) s)"
+  else
+    failed=$((failed + 1)) && notes+=("FAILED: $name") && say "FAILED: $name ($((SECONDS - start)) s)"
+  fi
+}
+
+lint() {
+  step "yamllint" yamllint -c .config/yamllint.yml .
+  step "ruff" sh -c 'ruff check . && ruff format --check .'
+  step "mypy --strict" mypy collections/ansible_collections/sikkatu/kvpersist/plugins filter_plugins
+  step "ansible-lint" ansible-lint --profile production
+}
+
+# Every leg runs on its own ansible-core; "next" needs Python 3.12 or newer.
+has_next=true
+tests/env/controller.sh next >/dev/null || has_next=false
+on() { # on base|next COMMAND...
+  use_controller "$1"
+  shift
+  "$@"
+}
+
+unit() {
+  step "unit tests, ansible-core $ANSIBLE_CORE_BASE" on base pytest
+  if $has_next; then
+    step "unit tests, ansible-core $ANSIBLE_CORE_NEXT" on next pytest
+  else
+    notes+=("NOT RUN: ansible-core $ANSIBLE_CORE_NEXT, which needs Python 3.12 or newer; none was found")
+  fi
+}
+
+built_collection() ( # built, installed into an empty place and run from there
+  set -e
+  place=$(mktemp -d) && trap 'rm -rf "$place"' EXIT
+  ansible-galaxy collection build --output-path "$place" collections/ansible_collections/sikkatu/kvpersist
+  ansible-galaxy collection install --no-deps -p "$place/installed" "$place"/sikkatu-kvpersist-*.tar.gz
+  tar tzf "$place"/sikkatu-kvpersist-*.tar.gz | grep -qx NOTICE
+  cd "$place"
+  ANSIBLE_COLLECTIONS_PATH=$place/installed:$COLLECTIONS ansible-playbook -i "$REPO/inventories/demo" \
+    sikkatu.kvpersist.site --list-tasks | grep 'kvp_vllm'
+)
+
+molecule_on() { # molecule_on base|next SCENARIO
+  use_controller "$1"
+  molecule test -s "$2" --destroy always
+}
+
+all() {
+  tests/env/prepare.sh
+  lint
+  unit
+  step "collection build and install" built_collection
+  local newest=base
+  $has_next && newest=next
+  step "molecule storage" molecule_on base storage
+  step "molecule default" molecule_on base default
+  step "molecule restart-recovery" molecule_on $newest restart-recovery
+}
+
+long() {
+  all
+  $has_next && step "molecule storage, ansible-core $ANSIBLE_CORE_NEXT" molecule_on next storage
+  $has_next && step "molecule default, ansible-core $ANSIBLE_CORE_NEXT" molecule_on next default
+  step "molecule restart-recovery, ansible-core $ANSIBLE_CORE_BASE" molecule_on base restart-recovery
+}
+
+case ${1:-} in
+  lint | unit | all | long)
+    tests/env/system.sh packages
+    use_controller base
+    "$1"
+    ;;
+  *) die "usage: test.sh lint|unit|all|long" ;;
+esac
+tests/env/system.sh down
+printf '%s\n' ${notes[@]+"${notes[@]}"}
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
