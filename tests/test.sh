@@ -3,6 +3,7 @@
 # The last line printed is the count: "N passed, N failed".
 source "$(dirname "$0")/env/common.sh"
 cd "$REPO"
+ROLES=collections/ansible_collections/sikkatu/kvpersist/roles
 passed=0 failed=0 notes=()
 
 step() { # step NAME COMMAND... - run one check, count it, go on
@@ -19,6 +20,8 @@ step() { # step NAME COMMAND... - run one check, count it, go on
 lint() {
   step "yamllint" yamllint -c .config/yamllint.yml .
   step "ruff" sh -c 'ruff check . && ruff format --check .'
+  step "shellcheck" shellcheck -x -P SCRIPTDIR .ci/run tests/*.sh tests/{env,hosts,serving}/*.sh \
+    "$ROLES"/kvp_lmcache/files/check-root "$ROLES"/kvp_vllm/files/vllm-entrypoint
   step "mypy --strict" mypy collections/ansible_collections/sikkatu/kvpersist/plugins filter_plugins
   step "ansible-lint" ansible-lint --profile production
 }

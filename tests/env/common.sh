@@ -1,5 +1,5 @@
 # Settings and helpers of the test environment; sourced by every script here.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034  # the scripts that source it use them
 set -euo pipefail
 
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

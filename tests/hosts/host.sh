@@ -74,13 +74,16 @@ up() {
 }
 
 down() {
-  local name=$1 loop
+  local name=$1 image loop
   say "$name: removing"
   # Processes in a nested container's cgroup outlive a kill; stop them first.
   docker exec "$name" sh -c 'docker ps -q | xargs -r docker rm -f; umount -a -t xfs,ext4' >/dev/null 2>&1 || true
   docker rm -f "$name" >/dev/null 2>&1 || true
   if docker volume inspect "$name-docker" >/dev/null 2>&1; then
-    for loop in $(losetup -n -O NAME -j "$(disk_image "$name")"); do losetup -d "$loop"; done
+    # Also what a test left on the volume: loop devices are the machine's and outlive containers.
+    for image in "$(dirname "$(disk_image "$name")")"/*.img; do
+      for loop in $(losetup -n -O NAME -j "$image"); do losetup -d "$loop"; done
+    done
     docker volume rm -f "$name-docker" >/dev/null
   fi
 }

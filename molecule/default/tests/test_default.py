@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from play import changed, told
 
 KEY = "sk-s3cret-of-the-test"
@@ -39,7 +40,7 @@ def test_the_connector_json_arrives_as_it_was_written(host):
     argv = host.check_output(f"tr '\\0' '\\n' < /proc/{pid}/cmdline").splitlines()
     adapter = json.loads(argv[argv.index("--l2-adapter") + 1])
     assert adapter["persist_enabled"] is True
-    top = host.check_output("docker top smollm2-kvp -eo args")
+    top = host.check_output("docker top smollm2-kvp -eo pid,args")
     assert '"kv_load_failure_policy": "recompute"' in top
 
 
@@ -93,47 +94,51 @@ def test_each_tag_alone_changes_nothing_on_a_deployed_host(play):
     assert play.units() == before
 
 
+def touched(play):
+    """All that a refused play could have changed."""
+    files = "find /etc/kvpersist /etc/fstab /etc/systemd/system -type f | sort | xargs sha256sum"
+    return play.units(), play.host.check_output(files)
+
+
 def refused(play, *needles, **variables):
     """The play fails with a message that has the needles, and nothing was touched."""
-    before = (
-        play.units(),
-        play.host.check_output("find /etc/kvpersist /etc/fstab /etc/systemd/system -type f | xargs sha256sum"),
-    )
+    before = touched(play)
     code, output = play.site(**variables)
     assert code != 0, output
     for needle in needles:
         assert needle in told(output), output
-    after = (
-        play.units(),
-        play.host.check_output("find /etc/kvpersist /etc/fstab /etc/systemd/system -type f | xargs sha256sum"),
-    )
-    assert after == before
+    assert touched(play) == before
 
 
-def test_placeholders_are_refused(play):
-    refused(play, "kvp_vllm_image", "REPLACE_ME", kvp_vllm_image="lmcache/vllm-openai@sha256:REPLACE_ME")
+# A placeholder or another wrong value: what the message has to say.
+WRONG = [
+    ({"kvp_vllm_image": "lmcache/vllm-openai@sha256:REPLACE_ME"}, ["kvp_vllm_image", "REPLACE_ME"]),
+    ({"kvp_identity_kv_groups": [{"layers": 1, "window": "REPLACE_ME"}]}, ["kvp_identity_kv_groups", "REPLACE_ME"]),
+    ({"kvp_identity_model_revision": "main"}, ['model_revision is "main"', "40 hexadecimal digits"]),
+    ({"kvp_identity_kv_cache_dtype": "auto"}, ['kv_cache_dtype is "auto"', "bfloat16"]),
+    ({"kvp_l2_size_gb": -1}, ["kvp_l2_size_gb is -1"]),
+    ({"kvp_l1_size_gb": 4096}, ["kvp_l1_size_gb is 4096"]),
+    ({"kvp_lmcache_host": "0.0.0.0"}, ["kvp_lmcache_host", "loopback"]),
+    ({"kvp_vllm_api_key_file": ""}, ["kvp_vllm_host is 0.0.0.0", "kvp_vllm_api_key_file is empty"]),
+    ({"kvp_vllm_model_dir": "/srv/models/none"}, ["/srv/models/none/config.json"]),
+    ({"kvp_vllm_extra_args": ["--dtype=half"]}, ["--dtype", "kvp_identity_"]),
+    ({"kvp_vllm_docker_args": ["--restart", "unless-stopped"]}, ["--restart", "the unit decides"]),
+    ({"kvp_vllm_image": "nowhere/none:1"}, ["kvp_vllm_image is nowhere/none:1"]),
+    ({"kvp_lmcache_variant": "gpu"}, ["kvp_lmcache_variant", "cuda, cpu"]),
+    ({"kvp_storage_device": "/dev/disk/by-id/none"}, ["kvp_storage_device is /dev/disk/by-id/none"]),
+]
 
 
-def test_bad_values_are_refused_by_name(play):
-    refused(
-        play, 'model_revision is "main"', kvp_identity_model_revision="main", kvp_identity_tokenizer_revision="0" * 40
-    )
-    refused(play, 'kv_cache_dtype is "auto"', kvp_identity_kv_cache_dtype="auto")
-    refused(play, "kvp_l2_size_gb is -1", kvp_l2_size_gb=-1)
-    refused(play, "kvp_l1_size_gb is 4096", kvp_l1_size_gb=4096)
-    refused(play, "kvp_lmcache_host", "loopback", kvp_lmcache_host="0.0.0.0")
-    refused(play, "kvp_vllm_api_key_file is empty", kvp_vllm_api_key_file="")
-    refused(play, "/srv/models/none/config.json", kvp_vllm_model_dir="/srv/models/none")
-    refused(play, "--dtype", "kvp_identity_", kvp_vllm_extra_args=["--dtype=half"])
-    refused(play, "--restart", "the unit decides", kvp_vllm_docker_args=["--restart", "unless-stopped"])
-    refused(play, "kvp_vllm_image is nowhere/none:1", kvp_vllm_image="nowhere/none:1")
+@pytest.mark.parametrize(("variables", "needles"), WRONG, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
+def test_wrong_values_are_refused_before_anything_changes(play, variables, needles):
+    refused(play, *needles, **variables)
 
 
-def test_a_taken_port_is_refused_and_its_owner_named(play):
+@pytest.mark.parametrize("variable", ["kvp_lmcache_port", "kvp_lmcache_http_port", "kvp_vllm_port"])
+def test_a_taken_port_is_refused_and_its_owner_named(play, variable):
     play.host.check_output("systemd-run --unit squatter python3 -m http.server --bind 127.0.0.1 9999")
     try:
-        refused(play, "kvp_lmcache_http_port is 9999", "python3", kvp_lmcache_http_port=9999)
-        refused(play, "kvp_vllm_port is 9999", "python3", kvp_vllm_port=9999)
+        refused(play, f"{variable} is 9999", "python3", **{variable: 9999})
     finally:
         play.host.check_output("systemctl stop squatter")
 

@@ -89,3 +89,13 @@ def test_without_the_cache_server_it_serves_uncached_and_says_so(play):
     play.host.check_output("systemctl restart kvpersist-vllm")
     code, output = play.site("--tags", "verify")
     assert code == 0, output
+
+
+def test_a_cache_server_restarted_before_the_first_long_chat_is_used_again(play):
+    """LMCache's workers watch the server only after their first store; priming starts the watch."""
+    play.host.check_output("systemctl restart kvpersist-vllm && systemctl restart kvpersist-lmcache")
+    code, output = play.site("--tags", "verify")
+    assert code == 0, output
+    play.chat(conversation=79, prompt_tokens=700)
+    stored = "curl -s http://127.0.0.1:8080/status | grep -o '\"stored_object_count\":[0-9]*'"
+    assert play.host.check_output(stored) != '"stored_object_count":0'

@@ -107,6 +107,7 @@ import errno
 import json
 import os
 import stat
+import time
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -170,7 +171,7 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 def parse_fstab(text: str) -> list[tuple[str, str]]:
     """(source, mount point) of each line that is one."""
-    lines = (line.split("#")[0].split() for line in text.splitlines())
+    lines = (line.partition("#")[0].split() for line in text.splitlines())
     return [(fields[0], fields[1]) for fields in lines if len(fields) >= 4]
 
 
@@ -194,7 +195,7 @@ def classify_device(
         return Verdict("blank", f"it carries no known signature, {start}")
     if found == [filesystem]:
         return Verdict("wanted", f"it carries one {filesystem} filesystem and nothing else")
-    return Verdict("foreign", f"it carries {' and '.join(found)}, not one {filesystem} filesystem alone")
+    return Verdict("foreign", f"it carries {' and '.join(dict.fromkeys(found))}, not one {filesystem} filesystem alone")
 
 
 def classify_mount(
@@ -230,18 +231,11 @@ class Probe:
     def __init__(self, module: AnsibleModule) -> None:
         self.module = module
 
-    def device(self, path: str) -> Device:
+    def device(self, path: str, mounts: list[Mount]) -> Device:
         """Read a path that is known to be a block device."""
         info = os.stat(path)
         number = f"{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}"
-        try:
-            # The kernel's own answer to "does anybody hold it": the claim that mount, swap, LVM and RAID make.
-            os.close(os.open(path, os.O_RDONLY | os.O_EXCL))
-            busy = False
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            busy = True
+        busy = any(m.number == number for m in mounts) or claimed(path)
         with open(path, "rb", buffering=0) as raw:
             size = raw.seek(0, os.SEEK_END)
             raw.seek(0)
@@ -256,7 +250,7 @@ class Probe:
 
     def resolve(self, source: str) -> str:
         """What an fstab source stands for: a kernel name, "" for a device that is not there."""
-        tag = source.split("=")[0]
+        tag = source.partition("=")[0]
         if tag in ("UUID", "LABEL", "PARTUUID", "PARTLABEL"):
             rc, out, _err = self.module.run_command(["findfs", source.replace('"', "")])
             return os.path.realpath(out.strip()) if rc == 0 else ""
@@ -277,6 +271,23 @@ class Probe:
         links = sorted(os.listdir(BY_ID)) if os.path.isdir(BY_ID) else []
         lines = [f"{BY_ID}/{link} -> {os.path.realpath(os.path.join(BY_ID, link))}\n" for link in links]
         return self.show("lsblk", "-o", COLUMNS) + "".join(lines)
+
+
+def claimed(path: str) -> bool:
+    """The kernel's own answer to "does anybody hold it": the claim that mount, swap, LVM and RAID make.
+
+    A claim of less than a second is a scan, or what is left of a mount that was just undone.
+    """
+    for _try in range(5):
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_EXCL))
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            time.sleep(0.2)
+        else:
+            return False
+    return True
 
 
 def read(path: str) -> str:
@@ -313,8 +324,8 @@ def examine(module: AnsibleModule) -> dict[str, Any]:
             f"link in {BY_ID} where it has one."
         )
 
-    device = probe.device(path)
     mounts = parse_mountinfo(read("/proc/self/mountinfo"))
+    device = probe.device(path, mounts)
     fstab = [FstabLine(source, at, probe.resolve(source)) for source, at in parse_fstab(read("/etc/fstab"))]
     on_device = classify_device(device, filesystem, mount, mounts, fstab)
     at_mount = classify_mount(device, mount, os.path.realpath(mount), first_names_in(mount), mounts, fstab)
