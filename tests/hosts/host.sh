@@ -58,12 +58,11 @@ up() {
   if [ -z "$(docker ps -q --filter "name=^$name$")" ]; then
     say "$name: booting"
     docker rm -f "$name" >/dev/null 2>&1 || true
-    local mounts=()
-    [ "$serving" = false ] || mounts=(-v "$WHEELS:/srv/wheels:ro" -v "$(dirname "$MODEL_DIR"):/srv/models:ro")
+    mkdir -p "$WHEELS" "$(dirname "$MODEL_DIR")"
     # No /sys/fs/cgroup mount: its systemd would remount the machine's own read-only.
     docker run -d --name "$name" --hostname "$name" --label kvpersist --privileged --cgroupns private \
-      --tmpfs /run --tmpfs /run/lock --shm-size 4g -v "$name-docker:/var/lib/docker" "${mounts[@]}" \
-      "$HOST_IMAGE" >/dev/null
+      --tmpfs /run --tmpfs /run/lock --shm-size 4g -v "$name-docker:/var/lib/docker" \
+      -v "$WHEELS:/srv/wheels:ro" -v "$(dirname "$MODEL_DIR"):/srv/models:ro" "$HOST_IMAGE" >/dev/null
     wait_for 60 "$name: boot" booted "$name"
   fi
   attach_disk "$name" "$disk_gb"

@@ -12,10 +12,10 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 class Play:
     """Runs playbooks against the host of the current scenario."""
 
-    def __init__(self, host):
+    def __init__(self, host, name, inventory=""):
         self.host = host
-        self.name = host.backend.host
-        self.inventory = os.environ["MOLECULE_SCENARIO_DIRECTORY"] + "/inventory"
+        self.name = name
+        self.inventory = inventory or os.environ["MOLECULE_SCENARIO_DIRECTORY"] + "/inventory"
         self.env = {
             **os.environ,
             "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"),
