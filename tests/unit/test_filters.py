@@ -28,14 +28,21 @@ PLAYBOOK = """
 """
 
 
+def ansible_env():
+    return {
+        **os.environ,
+        "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"),
+        "ANSIBLE_LOCALHOST_WARNING": "false",
+        "ANSIBLE_COLLECTIONS_PATH": str(REPO / "collections"),
+    }
+
+
 def play(tmp_path, pins):
     playbook, out = tmp_path / "play.yml", tmp_path / "out.json"
     playbook.write_text(PLAYBOOK)
     command = [sys.executable, "-m", "ansible", "playbook", str(playbook)]
     command += ["-e", json.dumps({"pins": pins, "out": str(out)})]
-    env = {**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_LOCALHOST_WARNING": "false"}
-    env["ANSIBLE_COLLECTIONS_PATH"] = str(REPO / "collections")
-    run = subprocess.run(command, capture_output=True, text=True, env=env, cwd=REPO, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, env=ansible_env(), cwd=REPO, check=False)
     return run, json.loads(out.read_text()) if out.exists() else None
 
 
