@@ -8,6 +8,7 @@ up() {
   tests/env/prepare.sh
   tests/hosts/host.sh up "$HOST" --serving
   use_controller base
+  export ANSIBLE_DISPLAY_SKIPPED_HOSTS=false
   say "provisioning $HOST: playbooks/site.yml"
   ansible-playbook -i inventories/demo playbooks/site.yml
   say "proving it: playbooks/recovery.yml restarts vLLM, then lmcache, then both"
@@ -35,6 +36,7 @@ TEXT
 down() {
   tests/hosts/host.sh down "$HOST"
   rm -f "reports/recovery-$HOST".{json,txt}
+  say "kept for the next time: wheels and images ($CACHE, docker); make clean-cache forgets them"
   tests/env/system.sh down
 }
 

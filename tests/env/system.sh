@@ -61,6 +61,8 @@ case ${1:-} in
   up) install_packages && start_docker ;;
   down) stop_docker ;;
   forget)
+    start_docker
+    docker volume ls -q --filter label=kvpersist | xargs -r docker volume rm >/dev/null
     docker image ls -q --filter reference='kvpersist*' | sort -u | xargs -r docker image rm -f >/dev/null
     stop_docker
     rm -rf "$CACHE"

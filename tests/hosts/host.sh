@@ -3,9 +3,11 @@
 # block device as its NVMe. Shared by `make demo` and every molecule scenario.
 #
 #   host.sh up NAME [--serving] [--disk-gb N]   create and boot (does nothing when up)
-#   host.sh down NAME                           remove it, its volume and its loop device
+#   host.sh down NAME                           remove it, its disk and its containers
 #
-# --serving also loads the CPU serving image into the host's own docker.
+# --serving also loads the CPU serving image into the host's own docker. That image takes
+# long to load, so the volume of the host's docker stays behind as a cache, with nothing
+# else on it; `make clean-cache` removes it.
 source "$(dirname "$0")/../env/common.sh"
 
 disk_image() { # path of NAME's disk, on its docker volume: loops on overlayfs are slow
@@ -58,32 +60,36 @@ up() {
   if [ -z "$(docker ps -q --filter "name=^$name$")" ]; then
     say "$name: booting"
     docker rm -f "$name" >/dev/null 2>&1 || true
+    docker volume create --label kvpersist "$name-docker" >/dev/null
     mkdir -p "$WHEELS" "$(dirname "$MODEL_DIR")"
     # No /sys/fs/cgroup mount: its systemd would remount the machine's own read-only.
     docker run -d --name "$name" --hostname "$name" --label kvpersist --privileged --cgroupns private \
       --tmpfs /run --tmpfs /run/lock --shm-size 4g -v "$name-docker:/var/lib/docker" \
       -v "$WHEELS:/srv/wheels:ro" -v "$(dirname "$MODEL_DIR"):/srv/models:ro" "$HOST_IMAGE" >/dev/null
     wait_for 60 "$name: boot" booted "$name"
+    wait_for 30 "$name: docker" docker exec "$name" docker info
+    docker exec "$name" sh -c 'docker ps -aq | xargs -r docker rm -f' >/dev/null # of a host that was not taken down
   fi
   attach_disk "$name" "$disk_gb"
-  if [ "$serving" = true ]; then
-    wait_for 30 "$name: docker" docker exec "$name" docker info
-    load_serving_image "$name"
-  fi
+  if [ "$serving" = true ]; then load_serving_image "$name"; fi
 }
 
 down() {
   local name=$1 image loop
   say "$name: removing"
+  local keep=false
+  docker exec "$name" docker image inspect "$SERVING_IMAGE" >/dev/null 2>&1 && keep=true
   # Processes in a nested container's cgroup outlive a kill; stop them first.
-  docker exec "$name" sh -c 'docker ps -q | xargs -r docker rm -f; umount -a -t xfs,ext4' >/dev/null 2>&1 || true
+  docker exec "$name" sh -c 'docker ps -aq | xargs -r docker rm -f; umount -a -t xfs,ext4' >/dev/null 2>&1 || true
   docker rm -f "$name" >/dev/null 2>&1 || true
   if docker volume inspect "$name-docker" >/dev/null 2>&1; then
     # Also what a test left on the volume: loop devices are the machine's and outlive containers.
     for image in "$(dirname "$(disk_image "$name")")"/*.img; do
       for loop in $(losetup -n -O NAME -j "$image"); do losetup -d "$loop"; done
+      rm -f "$image"
     done
-    docker volume rm -f "$name-docker" >/dev/null
+    # An image of another version, or none, is no use to the next host.
+    [ "$keep" = true ] || docker volume rm -f "$name-docker" >/dev/null
   fi
 }
 
