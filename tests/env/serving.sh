@@ -4,7 +4,8 @@ source "$(dirname "$0")/common.sh"
 
 bootstrap() {
   [ -x "$UV" ] && return
-  python3 -m venv "$CACHE/bootstrap"
+  # Debian's own Python: the wheels it fetches fit the image's.
+  /usr/bin/python3 -m venv "$CACHE/bootstrap"
   "$CACHE/bootstrap/bin/pip" install -q --disable-pip-version-check -r "$REPO/requirements/bootstrap.txt"
 }
 

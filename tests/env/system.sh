@@ -31,7 +31,7 @@ runtime_args() {
 start_docker() {
   docker info >/dev/null 2>&1 && return
   say "starting the docker daemon"
-  rm -f /var/run/docker.pid
+  rm -f /var/run/docker.pid "$PIDFILE" # of a daemon that was killed
   # shellcheck disable=SC2046  # the arguments are words on purpose
   setsid dockerd --pidfile "$PIDFILE" $(runtime_args) >"$CACHE/dockerd.log" 2>&1 </dev/null &
   for _ in $(seq 60); do
