@@ -20,6 +20,7 @@ class Play:
             **os.environ,
             "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"),
             "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_CALLBACK_RESULT_FORMAT": "json",
             "PY_COLORS": "0",
             "ANSIBLE_FORCE_COLOR": "0",
         }
@@ -38,19 +39,10 @@ class Play:
 
     def chat(self, **parameters):
         """The result of sikkatu.kvpersist.chat_probe."""
-        code, output = self._run(
-            "ansible",
-            "-i",
-            self.inventory,
-            self.name,
-            "-o",
-            "-m",
-            "sikkatu.kvpersist.chat_probe",
-            "-a",
-            json.dumps(parameters),
-        )
+        module = ["-m", "sikkatu.kvpersist.chat_probe", "-a", json.dumps(parameters)]
+        code, output = self._run("ansible", "-i", self.inventory, self.name, *module)
         assert code == 0, output
-        return json.loads(output[output.index("=> ") + 3 :])
+        return json.JSONDecoder().raw_decode(output, output.index("{"))[0]
 
     def units(self):
         """What would differ if a service had been restarted or systemd reloaded."""
