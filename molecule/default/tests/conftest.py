@@ -22,9 +22,10 @@ def blank(tmp_path):
     """A second, blank host of the same kind: with its disk and docker, without any image."""
     name, script = "kvp-blank", str(REPO / "tests/hosts/host.sh")
     subprocess.run([script, "up", name], check=True)
-    (tmp_path / "hosts").write_text(
-        f"[kvpersist]\n{name} ansible_connection=community.docker.docker ansible_user=root ansible_python_interpreter=/usr/bin/python3\n"
+    variables = (
+        "ansible_connection=community.docker.docker ansible_user=root ansible_python_interpreter=/usr/bin/python3"
     )
+    (tmp_path / "hosts").write_text(f"[kvpersist]\n{name} {variables}\n")
     (tmp_path / "group_vars").symlink_to(REPO / "inventories/demo/group_vars")
     yield Play(testinfra.get_host(f"docker://{name}"), name, str(tmp_path))
     subprocess.run([script, "down", name], check=True)
