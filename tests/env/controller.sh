@@ -44,7 +44,7 @@ make_venv() { # make_venv PYTHON ANSIBLE_CORE_VERSION
     say "creating the controller environment: ansible-core $2 on $("$1" -V)"
     "$REPO/tests/env/serving.sh" bootstrap
     rm -rf "$venv" && "$1" -m venv "$venv"
-    "$UV" pip install -q --python "$venv/bin/python" -r "$REPO/requirements/controller.txt" "ansible-core==$2" >&2
+    "$UV" pip install -q --system-certs --python "$venv/bin/python" -r "$REPO/requirements/controller.txt" "ansible-core==$2" >&2
     touch "$venv/.complete"
   fi
   install_collections "$venv"
