@@ -9,10 +9,16 @@ bootstrap() {
   "$CACHE/bootstrap/bin/pip" install -q --disable-pip-version-check -r "$REPO/requirements/bootstrap.txt"
 }
 
-download() { # download DIR REQUIREMENTS
-  "$CACHE/bootstrap/bin/pip" download -q --no-deps --only-binary=:all: --dest "$1" -r "$2" ||
-    "$CACHE/bootstrap/bin/pip" download -q --no-deps --only-binary=:all: --dest "$1" -r "$2" \
-      --extra-index-url "$TORCH_CPU_INDEX"
+download() { # download DIR REQUIREMENTS [PIP ARGUMENTS]
+  "$CACHE/bootstrap/bin/pip" download -q --no-deps --only-binary=:all: --dest "$1" -r "$2" "${@:3}"
+}
+
+# torch's CPU build is not on PyPI: from where pip is configured to look, else from
+# PyTorch's own index, which is asked for nothing else.
+download_torch() {
+  local only=$CACHE/torch.txt
+  grep '^torch==' "$REPO/requirements/serving-cpu.txt" >"$only"
+  download "$1" "$only" || download "$1" "$only" --retries 1 --index-url "$TORCH_CPU_INDEX"
 }
 
 wheels() {
@@ -20,7 +26,8 @@ wheels() {
   bootstrap
   say "downloading the serving wheels (650 MB)"
   mkdir -p "$WHEELS"
-  { download "$WHEELS" "$REPO/requirements/serving-cpu.txt" &&
+  { download_torch "$WHEELS" &&
+    download "$WHEELS" <(grep -v '^torch==' "$REPO/requirements/serving-cpu.txt") &&
     download "$WHEELS" "$REPO/requirements/bootstrap.txt"; } >"$CACHE/wheels.log" 2>&1 ||
     { grep -v '^WARNING' "$CACHE/wheels.log" | tail -20 >&2; die "could not download the serving wheels"; }
   touch "$WHEELS/.complete"
