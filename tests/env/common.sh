@@ -4,7 +4,7 @@ set -euo pipefail
 
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # What is slow to make is kept outside the checkout and made again when missing.
-CACHE=${KVP_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/kvpersist}
+CACHE=${KVP_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}}/kvpersist
 mkdir -p "$CACHE"
 
 # Where pip looks for torch's CPU build when the configured indexes lack it.

@@ -31,6 +31,10 @@ runtime_args() {
 start_docker() {
   docker info >/dev/null 2>&1 && return
   say "starting the docker daemon"
+  if [ -d /run/systemd/system ]; then
+    systemctl start docker
+    return
+  fi
   rm -f /var/run/docker.pid "$PIDFILE" # of a daemon that was killed
   # shellcheck disable=SC2046  # the arguments are words on purpose
   setsid dockerd --pidfile "$PIDFILE" $(runtime_args) >"$CACHE/dockerd.log" 2>&1 </dev/null &
@@ -44,7 +48,7 @@ start_docker() {
 
 # Only the daemon that this script started, and only when no test host is left on it.
 stop_docker() {
-  [ -s "$PIDFILE" ] && kill -0 "$(cat "$PIDFILE")" 2>/dev/null || return 0
+  [ -s "$PIDFILE" ] && [ "$(cat "/proc/$(cat "$PIDFILE")/comm" 2>/dev/null)" = dockerd ] || return 0
   [ -z "$(docker ps -q --filter label=kvpersist)" ] || return 0
   say "stopping the docker daemon"
   local pid
@@ -63,7 +67,7 @@ case ${1:-} in
   forget)
     start_docker
     docker volume ls -q --filter label=kvpersist | xargs -r docker volume rm >/dev/null
-    docker image ls -q --filter reference='kvpersist*' | sort -u | xargs -r docker image rm -f >/dev/null
+    docker image ls -q --filter reference='kvpersist*' --filter reference='kvpersist/*' | sort -u | xargs -r docker image rm -f >/dev/null
     stop_docker
     rm -rf "$CACHE"
     ;;

@@ -69,10 +69,10 @@ def launch(tmp_path):
             "lmcache": {**lmcache, "wait_seconds": wait},
             "kv_transfer_config": {"kv_connector": "LMCacheMPConnector", "text": "a 'b' \"c\" %d $e"},
             "docker_args": ["--rm", "--name", "x y"],
-            "env": {"SECRET": "s3cret"},
+            "env": {"SECRET": "s3cret", "NUMBER": 1, "FLAG": True},
             "image": "image",
             "command": ["vllm", "serve"],
-            "serve_args": ["name", "--port", "1"],
+            "serve_args": ["name", "--port", 1],
         }
         path, out = tmp_path / "vllm.json", tmp_path / "out.json"
         path.write_text(json.dumps(config))
@@ -89,7 +89,7 @@ def launch(tmp_path):
 def test_with_the_server_there_the_connector_is_passed_word_by_word(launch, lmcache):
     done, called, state = launch(lmcache)
     assert done.returncode == 0
-    assert called["argv"][:8] == ["run", "--rm", "--name", "x y", "--env", "SECRET", "image", "vllm"]
+    assert called["argv"][:7] == ["run", "--rm", "--name", "x y", "--env", "SECRET", "--env"]
     at = called["argv"].index("--kv-transfer-config")
     assert json.loads(called["argv"][at + 1])["text"] == "a 'b' \"c\" %d $e"
     assert state["caching"] is True
@@ -118,6 +118,22 @@ def test_a_server_that_accepts_and_never_answers_is_not_there(launch):
         done, called, state = launch({"host": "127.0.0.1", "port": port, "url": f"http://127.0.0.1:{port}"})
     assert done.returncode == 0
     assert "--kv-transfer-config" not in called["argv"]
+    assert state["caching"] is False
+
+
+def test_a_server_that_is_something_else_is_not_there(launch, lmcache):
+    """Whatever answers on the port, vLLM is started."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def nonsense():
+            connection, _ = other.accept()
+            connection.sendall(b"SSH-2.0-x\r\n")
+            connection.close()
+
+        threading.Thread(target=nonsense, daemon=True).start()
+        done, called, state = launch({**lmcache, "url": f"http://127.0.0.1:{other.getsockname()[1]}"})
+    assert done.returncode == 0, done.stderr
+    assert called is not None
     assert state["caching"] is False
 
 

@@ -69,6 +69,7 @@ def test_evidence_is_the_difference_of_the_counters(server):
     assert result["token_ids"] == [7, 8, 9]
     assert (result["prompt_tokens"], result["cached_tokens"]) == (600, 512)
     assert (result["l1_tokens"], result["l2_tokens"]) == (0, 512)
+    assert result["stored_chunks"] == 0
     assert result["settled"] is True
     assert Server.busy == 0
 
@@ -81,7 +82,7 @@ def test_counters_that_started_anew_count_from_zero(server):
 
 def test_without_the_lmcache_server_there_is_no_evidence(server):
     result = ask(server, "http://127.0.0.1:1")
-    assert (result["l1_tokens"], result["l2_tokens"], result["settled"]) == (None, None, False)
+    assert (result["l1_tokens"], result["stored_chunks"], result["settled"]) == (None, None, False)
 
 
 def test_an_answer_without_tokens_is_an_error(server):

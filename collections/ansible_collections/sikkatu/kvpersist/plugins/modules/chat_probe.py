@@ -81,6 +81,10 @@ l2_tokens:
   description: Tokens that LMCache found on disk; null when the lmcache server did not answer.
   returned: success
   type: int
+stored_chunks:
+  description: Chunks that LMCache wrote to disk meanwhile; null when the lmcache server did not answer.
+  returned: success
+  type: int
 settled:
   description: Whether everything that this chat added was on disk before the module returned.
   returned: success
@@ -118,11 +122,14 @@ def main() -> None:
     given = module.params
     try:
         config = json.loads(pathlib.Path(given["config"]).read_text(encoding="utf-8"))
-        endpoint = config["endpoint"]
+        endpoint, lmcache_url = config["endpoint"], config["lmcache"]["url"]
         key_file = endpoint["api_key_file"]
         api_key = pathlib.Path(key_file).read_text(encoding="utf-8").split("\n")[0].strip() if key_file else ""
+    except (OSError, ValueError, KeyError) as error:
+        module.fail_json(msg=f"config is {given['config']!r}: {error!r}; run site.yml on this host first")
+    try:
         result = probe(
-            config["lmcache"]["url"],
+            lmcache_url,
             url=endpoint["url"],
             model=endpoint["model"],
             api_key=api_key,
@@ -131,8 +138,6 @@ def main() -> None:
             cache_salt=given["cache_salt"],
             timeout=given["timeout"],
         )
-    except (OSError, ValueError, KeyError) as error:
-        module.fail_json(msg=f"config is {given['config']!r}: {error!r}; run site.yml on this host first")
     except ProbeError as error:
         module.fail_json(msg=str(error))
     module.exit_json(changed=False, **result)

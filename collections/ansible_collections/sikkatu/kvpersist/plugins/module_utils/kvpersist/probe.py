@@ -9,6 +9,7 @@ the counters are the server's, not the request's.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import time
 import urllib.error
@@ -18,7 +19,11 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional
 #: The loopback address needs no proxy, whatever the environment says.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-_HIT_TOKENS = {
+#: What urllib raises for a server that is away, silent or not an HTTP server.
+_FAULTS = (OSError, ValueError, http.client.HTTPException)
+
+_COUNTED = {
+    "stored_chunks": "lmcache_mp_l2_store_completed_objects_chunks_total",
     "l1_tokens": "lmcache_mp_lookup_hit_l1_tokens_total",
     "l2_tokens": "lmcache_mp_lookup_hit_l2_tokens_total",
 }
@@ -61,19 +66,26 @@ def _open(url: str, timeout: float, body: Optional[bytes] = None, headers: Optio
         return _OPENER.open(request, timeout=timeout)
     except urllib.error.HTTPError as error:
         raise ProbeError(f"{url} says {error.code}: {error.read(500).decode('utf-8', 'replace')}") from error
-    except (OSError, ValueError) as error:
+    except _FAULTS as error:
         raise ProbeError(f"{url}: {error}") from error
+
+
+def _read(url: str, timeout: float) -> bytes:
+    try:
+        with _open(url, timeout) as response:
+            return bytes(response.read())
+    except _FAULTS as error:
+        raise ProbeError(f"{url}: {error!r}") from error
 
 
 def counters(url: str, timeout: float = 5) -> Dict[str, float]:
     """Sum over all labels of each counter and gauge at a Prometheus endpoint. Raises ProbeError."""
     sums: Dict[str, float] = {}
-    with _open(url, timeout) as response:
-        for line in response.read().decode("utf-8", "replace").splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                sums[name] = sums.get(name, 0.0) + float(value)
+    for line in _read(url, timeout).decode("utf-8", "replace").splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            sums[name] = sums.get(name, 0.0) + float(value)
     return sums
 
 
@@ -88,8 +100,7 @@ def settle(status_url: str, deadline: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.5)
-        with _open(status_url, 5) as response:
-            controllers = json.load(response)["storage_manager"]["store_controllers"].values()
+        controllers = json.loads(_read(status_url, 5))["storage_manager"]["store_controllers"].values()
         busy = sum(c["pending_keys_count"] + c["in_flight_task_count"] for c in controllers)
         quiet = 0 if busy else quiet + 1
     return True
@@ -147,8 +158,8 @@ def chat(
                     token_ids += ids
                 if time.monotonic() - start > timeout:
                     raise ProbeError(f"{url}: the answer took longer than {timeout:.0f} s")
-    except (OSError, ValueError) as error:
-        raise ProbeError(f"{url}: the answer broke off: {error}") from error
+    except _FAULTS as error:
+        raise ProbeError(f"{url}: the answer broke off: {error!r}") from error
     if first is None or not usage:
         raise ProbeError(f"{url}: the answer has no tokens or no usage")
     return {
@@ -162,13 +173,14 @@ def chat(
 
 
 def probe(lmcache_url: str, settle_seconds: float = 60, **request: Any) -> Dict[str, Any]:
-    """:func:`chat`, and how many of its prompt tokens LMCache found in memory and on disk.
+    """:func:`chat`, how many of its prompt tokens LMCache found in memory and on disk, and
+    how many chunks it stored on disk.
 
-    ``l1_tokens`` and ``l2_tokens`` are None when the lmcache server does not answer; a
-    counter that starts anew (the server was restarted in between) counts from zero.
+    ``l1_tokens``, ``l2_tokens`` and ``stored_chunks`` are None when the lmcache server does
+    not answer; a counter that starts anew (the server was restarted in between) counts from zero.
     ``settled`` says whether everything was on disk within ``settle_seconds``.
     """
-    evidence: Dict[str, Any] = {"l1_tokens": None, "l2_tokens": None, "settled": False}
+    evidence: Dict[str, Any] = {**dict.fromkeys(_COUNTED), "settled": False}
     try:
         before: Optional[Dict[str, float]] = counters(f"{lmcache_url}/metrics")
     except ProbeError:
@@ -180,7 +192,7 @@ def probe(lmcache_url: str, settle_seconds: float = 60, **request: Any) -> Dict[
             after = counters(f"{lmcache_url}/metrics")
         except ProbeError:
             return {**result, **evidence}
-        for key, name in _HIT_TOKENS.items():
+        for key, name in _COUNTED.items():
             old, new = before.get(name, 0.0), after.get(name, 0.0)
             evidence[key] = int(new - old if new >= old else new)
     return {**result, **evidence}
