@@ -35,7 +35,9 @@ start_docker() {
     systemctl start docker
     return
   fi
-  rm -f /var/run/docker.pid "$PIDFILE" # of a daemon that was killed
+  # What a killed daemon leaves: its containerd, and pid files that make the next one wait.
+  pkill -f /var/run/docker/containerd/containerd.toml || true
+  rm -f /var/run/docker.pid /var/run/docker/containerd/containerd.pid "$PIDFILE"
   # shellcheck disable=SC2046  # the arguments are words on purpose
   setsid dockerd --pidfile "$PIDFILE" $(runtime_args) >"$CACHE/dockerd.log" 2>&1 </dev/null &
   for _ in $(seq 60); do
