@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
 # The checks of this repository. Usage: test.sh lint|unit|all|long
-# The last line printed is the count: "N passed, N failed".
+# It ends with what went wrong, and the last line is the count: "N passed, N failed".
 source "$(dirname "$0")/env/common.sh"
 cd "$REPO"
 ROLES=collections/ansible_collections/sikkatu/kvpersist/roles
 passed=0 failed=0 notes=()
+OUTPUT=$(mktemp) && trap 'rm -f "$OUTPUT"' EXIT
 
 step() { # step NAME COMMAND... - run one check, count it, go on
   local name=$1 start=$SECONDS
   shift
   say "== $name"
-  if ("$@"); then
+  if ("$@") 2>&1 | tee "$OUTPUT"; then
     passed=$((passed + 1)) && say "ok: $name ($((SECONDS - start)) s)"
   else
-    failed=$((failed + 1)) && notes+=("FAILED: $name") && say "FAILED: $name ($((SECONDS - start)) s)"
+    failed=$((failed + 1)) && say "FAILED: $name ($((SECONDS - start)) s)"
+    notes+=("FAILED: $name" "$(why)")
   fi
+}
+
+why() { # the lines of OUTPUT that say what went wrong, or else its end
+  grep -aE -A 12 'fatal: |\[ERROR\]|^E  |^FAILED |error: ' "$OUTPUT" | tail -n 40 || tail -n 20 "$OUTPUT"
 }
 
 lint() {
