@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional
 from urllib.parse import urlsplit
 
 GIB = 1024**3
@@ -14,7 +14,8 @@ CONNECTOR = "LMCacheMPConnector"
 #: Without it vLLM takes its own, older connector of the same name.
 CONNECTOR_MODULE_PATH = "lmcache.integration.vllm.lmcache_mp_connector"
 
-L2_ADAPTERS = ("nixl_store_dynamic",)
+#: The adapters, and what a cache file of each is (see ``identity.STORE_FORMATS``).
+L2_ADAPTERS = {"nixl_store_dynamic": "raw"}
 
 
 def env_file(variables: Mapping[str, object]) -> str:
@@ -38,12 +39,60 @@ def env_file(variables: Mapping[str, object]) -> str:
     return "".join(line + "\n" for line in lines)
 
 
+def read_env_file(text: str) -> Dict[str, str]:
+    """The variables of a file that :func:`env_file` wrote. Raises ValueError for another line."""
+    variables = {}
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, separator, value = line.strip().partition("=")
+        if not separator or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{line!r} is no line NAME=value")
+        quote = value[:1]
+        if quote in ("'", '"'):
+            if len(value) < 2 or not value.endswith(quote):
+                raise ValueError(f"{line!r} has a quote that does not end")
+            value = value[1:-1]
+            if quote == '"':
+                value = re.sub(r'\\(["\\$`])', r"\1", value)
+        variables[name] = value
+    return variables
+
+
 def _plain(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, (Mapping, list, tuple)):
         return json.dumps(value, separators=(",", ":"))
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+#: Pins that are options of ``vllm serve``: what is hashed is what runs.
+SERVE_OPTIONS: Mapping[str, str] = {
+    "dtype": "--dtype",
+    "quantization": "--quantization",
+    "hf_overrides": "--hf-overrides",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "block_size": "--block-size",
+    "max_model_len": "--max-model-len",
+    "tensor_parallel_size": "--tensor-parallel-size",
+    "pipeline_parallel_size": "--pipeline-parallel-size",
+    "decode_context_parallel_size": "--decode-context-parallel-size",
+}
+
+
+def serve_args(pins: Mapping[str, Any]) -> List[str]:
+    """Arguments of ``vllm serve`` for the checked pins that are there.
+
+    float32 is not among the choices of ``--kv-cache-dtype``: a float32 model has it by
+    itself. An unquantised model and no overrides are what vLLM has without the option.
+    """
+    without = {"quantization": "none", "hf_overrides": {}, "kv_cache_dtype": "float32"}
+    arguments = []
+    for field, option in SERVE_OPTIONS.items():
+        if field in pins and pins[field] != without.get(field):
+            arguments += [option, _plain(pins[field])]
+    return arguments
 
 
 def l2_adapter(
