@@ -13,7 +13,10 @@ PLACEHOLDERS = {
     "kvp_storage_device": "/dev/disk/by-id/none",
     "kvp_vllm_image": "lmcache/vllm-openai@sha256:" + "0" * 64,
     "kvp_identity_vllm_version": "0.32.0",
+    "kvp_identity_vllm_commit": "none",
+    "kvp_identity_lmcache_commit": "none",
     "kvp_identity_model_revision": "0" * 40,
+    "kvp_identity_weights_fingerprint": "0" * 64,
     "kvp_identity_chat_template_sha256": "0" * 64,
     "kvp_identity_kv_groups": [{"layers": 1, "kv_heads": 8, "k_head_dim": 192, "v_head_dim": 128, "window": 128}],
 }
