@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist import weights
 from conftest import COLLECTION
 
 LAUNCHER = COLLECTION / "roles/kvp_vllm/files/run-vllm-with-persist"
@@ -58,14 +59,21 @@ def launch(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "weights.bin").write_bytes(b"w" * 5000)
+    pinned = weights.fingerprint(str(model))
     state = tmp_path / "state/vllm.json"
     state.parent.mkdir()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/kvpersist").symlink_to(COLLECTION / "plugins/module_utils/kvpersist")
     script = tmp_path / "launcher"
-    script.write_text(LAUNCHER.read_text().replace("/run/kvpersist/vllm.json", str(state)))
+    text = LAUNCHER.read_text().replace("/usr/lib/kvpersist", str(tmp_path / "lib"))
+    script.write_text(text.replace("state.RUN_DIR", repr(str(state.parent))))
 
-    def run(lmcache, model_dir=model, wait=0):
+    def run(lmcache, model_dir=model, wait=0, uncached_reason=""):
         config = {
             "model_dir": str(model_dir),
+            "uncached_reason": uncached_reason,
+            "weights_fingerprint": pinned,
             "lmcache": {**lmcache, "wait_seconds": wait},
             "kv_transfer_config": {"kv_connector": "LMCacheMPConnector", "text": "a 'b' \"c\" %d $e"},
             "docker_args": ["--rm", "--name", "x y"],
@@ -142,3 +150,34 @@ def test_a_missing_model_is_our_error_and_not_a_hub_lookup(launch, lmcache):
     assert done.returncode == 78
     assert called is None
     assert "/nowhere/config.json" in done.stdout
+
+
+def test_other_weights_are_served_uncached(launch, lmcache, tmp_path):
+    """Swapped in place, under the same names and sizes."""
+    launch(lmcache)
+    (tmp_path / "model/weights.bin").write_bytes(b"W" * 5000)
+    with_it = weights.fingerprint(str(tmp_path / "model"))
+    config = json.loads((tmp_path / "vllm.json").read_text())
+    assert with_it != config["weights_fingerprint"]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "launcher"), str(tmp_path / "vllm.json")],
+        env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "OUT": str(tmp_path / "out.json")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--kv-transfer-config" not in json.loads((tmp_path / "out.json").read_text())["argv"]
+    assert "SERVING UNCACHED: the weights in" in done.stdout
+    state = json.loads((tmp_path / "state/vllm.json").read_text())
+    assert state["caching"] is False
+    assert with_it in state["reason"]
+    metrics = (tmp_path / "state/kvpersist.prom").read_text()
+    assert "kvp_serving_uncached 1\n" in metrics
+    assert f"kvp_serving_uncached_since_seconds {state['since']}\n" in metrics
+
+
+def test_what_is_uncertain_is_served_uncached_at_once(launch, lmcache):
+    done, called, state = launch({**lmcache, "port": 1}, wait=60, uncached_reason="dtype is auto")
+    assert done.returncode == 0
+    assert "--kv-transfer-config" not in called["argv"]
+    assert state["reason"] == "dtype is auto"

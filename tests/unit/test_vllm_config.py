@@ -23,7 +23,8 @@ def render(tmp_path, **variables):
         "tasks": [
             {
                 "ansible.builtin.set_fact": {
-                    "kvp_identity_model_name": "{{ __kvp_identity_fields | sikkatu.kvpersist.kvp_model_name }}"
+                    "kvp_identity_model_name": "{{ __kvp_identity_fields | sikkatu.kvpersist.kvp_model_name }}",
+                    "kvp_identity_doubts": [],
                 }
             },
             {
@@ -36,7 +37,7 @@ def render(tmp_path, **variables):
         ],
     }
     (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
-    pins = {f"kvp_identity_{name}": value for name, value in PINS.items()}
+    pins = {f"kvp_identity_{name}": value for name, value in PINS.items() if name != "store_format"}
     given = {**pins, "kvp_vllm_image": "image@sha256:1", "kvp_vllm_model_dir": "/srv/models/x", **variables}
     command = [sys.executable, "-m", "ansible", "playbook", f"{tmp_path}/play.yml", "-e", json.dumps(given)]
     run = subprocess.run(command, capture_output=True, text=True, env=ansible_env(), cwd=REPO, check=False)
