@@ -76,6 +76,7 @@ all() {
   $has_next && newest=next
   step "molecule storage" molecule_on base storage
   step "molecule default" molecule_on base default
+  step "molecule identity" molecule_on base identity
   step "molecule restart-recovery" molecule_on $newest restart-recovery
 }
 

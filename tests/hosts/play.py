@@ -12,6 +12,8 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 class Play:
     """Runs playbooks against the host of the current scenario."""
 
+    docs = REPO / "collections/ansible_collections/sikkatu/kvpersist/docs"
+
     def __init__(self, host, name, inventory=""):
         self.host = host
         self.name = name
@@ -38,8 +40,11 @@ class Play:
         return self.book("site.yml", *arguments, **variables)
 
     def chat(self, **parameters):
-        """The result of sikkatu.kvpersist.chat_probe."""
-        module = ["-m", "sikkatu.kvpersist.chat_probe", "-a", json.dumps(parameters)]
+        return self.module("chat_probe", **parameters)
+
+    def module(self, name, **parameters):
+        """The result of one of the collection's modules."""
+        module = ["-m", f"sikkatu.kvpersist.{name}", "-a", json.dumps(parameters)]
         code, output = self._run("ansible", "-i", self.inventory, self.name, *module)
         assert code == 0, output
         return json.JSONDecoder().raw_decode(output, output.index("{"))[0]

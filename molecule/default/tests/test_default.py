@@ -10,7 +10,7 @@ CHAT = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "messages": [{"role": "u
 
 
 def test_services_run_and_are_enabled(host):
-    for name in ("kvpersist-lmcache", "kvpersist-vllm"):
+    for name in ("kvpersist-lmcache", "kvpersist-vllm", "kvpersist-gate"):
         assert host.service(name).is_running
         assert host.service(name).is_enabled
     assert host.check_output("systemctl is-system-running") == "running"
@@ -49,6 +49,19 @@ def test_registered_under_the_namespaced_name(host):
     names = [context["model_name"] for context in status["cache_context_meta"].values()]
     # A vLLM that was replaced stays listed until the server forgets it.
     assert set(names) == {host.check_output(". /etc/kvpersist/identity.env; echo $KVP_MODEL")}
+
+
+def test_kvp_admin_agrees_with_what_runs(host):
+    status = json.loads(host.check_output("kvp-admin status --json"))
+    assert (status["caching"], status["problems"]) == (True, [])
+    identity = json.loads(host.check_output("kvp-admin identity --json"))
+    assert identity["namespace"] == status["namespace"]
+    manifest = json.loads(host.file(f"/var/lib/kvpersist/{status['namespace']}.json").content_string)
+    assert manifest["identity"] == json.loads(identity["canonical"])
+    # Its sizes are those of the real files.
+    plan = json.loads(host.check_output("kvp-admin plan --json"))
+    sizes = set(host.check_output("find /var/lib/kvpersist -name '*.bin' -printf '%s\\n'").split())
+    assert sizes == {str(plan["chunk_file_bytes"])}
 
 
 def test_the_two_ports_of_lmcache_are_on_loopback(host):
@@ -124,7 +137,11 @@ WRONG = [
     ({"kvp_vllm_model_dir": "/srv/models/none"}, ["/srv/models/none/config.json"]),
     ({"kvp_vllm_extra_args": ["--dtype=half"]}, ["--dtype", "kvp_identity_"]),
     ({"kvp_vllm_extra_args": ["--kv_cache_dtype=fp8"]}, ["--kv-cache-dtype", "kvp_identity_"]),
-    ({"kvp_vllm_extra_args": ["--quantization", "fp8"]}, ["--quantization", "can change the cached bytes"]),
+    ({"kvp_vllm_extra_args": ["--quantization", "fp8"]}, ["--quantization", "kvp_identity_"]),
+    ({"kvp_vllm_extra_args": ["--enable-lora"]}, ["--enable-lora among the extra arguments", "serve-uncached"]),
+    ({"kvp_vllm_docker_args": ["--env", "VLLM_KV_CACHE_LAYOUT=NHD"]}, ["VLLM_KV_CACHE_LAYOUT in the environment"]),
+    ({"kvp_identity_kv_groups": [{"layers": 30, "kv_heads": 3, "head_dim": 64}]}, ["kv_groups[0]", "k_head_dim"]),
+    ({"kvp_identity_uncertain": "ignore"}, ["kvp_identity_uncertain", "serve-uncached"]),
     ({"kvp_lmcache_extra_args": ["--chunk-size=512"]}, ["kvp_lmcache_extra_args has --chunk-size"]),
     ({"kvp_identity_lmcache_version": "0.5.5"}, ["kvp_identity_lmcache_version is 0.5.5", "lmcache==0.5.6"]),
     ({"kvp_lmcache_trigger_watermark": 9}, ["trigger_watermark is 9"]),
@@ -156,7 +173,7 @@ def test_each_tag_alone_on_a_blank_host_goes_as_far_as_it_can(blank):
         "observability": (0, "nothing was installed or changed"),
         "verify": (2, "run site.yml first"),
         "vllm": (2, "kvp_vllm_image is kvpersist/vllm-cpu:0.32.0, which this host does not have"),
-        "identity": (0, "KVP_NAMESPACE=kvp-"),
+        "identity": (2, "docker does not have the image kvpersist/vllm-cpu:0.32.0"),
         "lmcache": (2, "Run the kvp_storage role first"),
         "storage": (0, "mkfs.xfs"),
     }
