@@ -1,6 +1,7 @@
 """The gate: opens for the pinned vLLM alone, names the field, and a refusal stands until it is cured."""
 
 import copy
+import errno
 import http.server
 import json
 import socket
@@ -236,6 +237,17 @@ def test_what_it_cannot_judge_is_refused(host):
     assert host(document)["gate"] == "open"
     (host.path / "cache").rename(host.path / "gone")
     assert host(status())["gate"] == "refused"
+
+
+def test_a_full_disk_closes_and_does_not_refuse(host, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gate, "check_manifest", full)
+        assert host(status())["gate"] == "closed"
+    assert host.stopped == []
+    assert host(status())["gate"] == "open"
 
 
 def test_a_server_that_hangs_while_vllm_is_connected_is_refused(host):

@@ -7,6 +7,7 @@ off it. Serving goes on either way.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -215,7 +216,12 @@ class Gate:
             return _state("closed", f"{len(seen)} of {ranks} ranks are registered")
         if not found:
             path = os.path.join(config["cache_root"], f"{identity.namespace()}.json")
-            found = check_manifest(path, manifest(identity, status))
+            try:
+                found = check_manifest(path, manifest(identity, status))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                return _state("closed", "the disk is full: the manifest cannot be written (kvp-admin status)")
         if found:
             return _state("refused", "the registered vLLM is not the one that was pinned", found)
         return _state("open", "")
