@@ -13,6 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "tests/host
 from play import Play, told  # noqa: E402  (the path above comes first)
 
 CONFIG = "/root/by-hand.json"
+MODEL_ONLY = ("--tags", "identity,vllm,verify")
 
 
 @pytest.fixture
@@ -35,10 +36,10 @@ def identify(play, tmp_path):
 
 @pytest.fixture
 def deploy(play):
-    """site.yml with these pins; they have to be accepted."""
+    """site.yml with these pins, which have to be accepted; `*MODEL_ONLY` for what depends on them alone."""
 
-    def run(**variables):
-        code, output = play.site(**variables)
+    def run(*arguments, **variables):
+        code, output = play.site(*arguments, **variables)
         assert code == 0, told(output)
         return told(output)
 
