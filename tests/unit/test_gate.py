@@ -5,6 +5,7 @@ import errno
 import http.server
 import json
 import socket
+import subprocess
 import threading
 
 import pytest
@@ -129,7 +130,13 @@ class Server(http.server.BaseHTTPRequestHandler):
 def host(tmp_path, monkeypatch):
     """A gate with files of its own, a stand-in for /status, and a note of what it stopped."""
     stopped = []
-    monkeypatch.setattr(gate.subprocess, "run", lambda command, **_: stopped.append(command))
+
+    def run(command, **_):
+        if command[1] == "show":
+            return subprocess.CompletedProcess(command, 0, "ActiveState=activating\nInvocationID=abc\n")
+        return stopped.append(command)
+
+    monkeypatch.setattr(gate.subprocess, "run", run)
     web = http.server.HTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=web.serve_forever, daemon=True).start()
     for name in ("etc", "run", "cache"):
@@ -156,10 +163,7 @@ def host(tmp_path, monkeypatch):
     web.shutdown()
 
 
-STOPPED = [
-    ["systemctl", "stop", "--no-block", "kvpersist-lmcache.service"],
-    ["systemctl", "kill", "--signal=SIGKILL", "kvpersist-lmcache.service"],
-]
+STOPPED = [["systemctl", "stop", "--no-block", "kvpersist-lmcache.service"]]
 NOBODY = {"chunk_size": 256, "hash_algorithm": "blake3", "cache_context_meta": {}}
 
 
@@ -180,6 +184,8 @@ def test_refuses_stops_the_server_and_stays_until_cured(host):
     refused = host(status(tokens_per_block=64))
     assert (refused["gate"], refused["differences"]) == ("refused", ["block_size: registered 64, pinned 128"])
     assert host.stopped == STOPPED
+    assert state.refusal("abc", str(host.path / "run")) == "block_size: registered 64, pinned 128"
+    assert state.refusal("", str(host.path / "run")) is state.refusal("other", str(host.path / "run")) is None
     assert "kvp_gate_refused 1\n" in (host.path / "run/kvpersist.prom").read_text()
     assert host("not a status")["gate"] == "refused"  # the server is down, and that is why
     assert host.stopped == STOPPED

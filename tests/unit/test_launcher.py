@@ -10,6 +10,7 @@ import sys
 import threading
 
 import pytest
+from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist import state as states
 from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist import weights
 from conftest import COLLECTION
 
@@ -181,3 +182,19 @@ def test_what_is_uncertain_is_served_uncached_at_once(launch, lmcache):
     assert done.returncode == 0
     assert "--kv-transfer-config" not in called["argv"]
     assert state["reason"] == "dtype is auto"
+
+
+def test_what_the_gate_refused_is_served_uncached_at_the_second_start(launch, lmcache, tmp_path, monkeypatch):
+    """And cached again at a third, or with other settings."""
+    runs = tmp_path / "state"
+    monkeypatch.setenv("INVOCATION_ID", "first")
+    assert launch(lmcache)[2]["caching"] is True
+    states.note_refusal("first", ["block_size: registered 64, pinned 128"], str(runs))
+    monkeypatch.setenv("INVOCATION_ID", "second")
+    state = launch(lmcache)[2]
+    assert state["caching"] is False
+    assert state["reason"] == "the gate refused the last start: block_size: registered 64, pinned 128"
+    monkeypatch.setenv("INVOCATION_ID", "third")
+    assert launch(lmcache)[2]["caching"] is True
+    states.note_refusal("third", ["x"], str(runs))
+    assert launch(lmcache, wait=1)[2]["caching"] is True

@@ -22,6 +22,7 @@ from .identity import CacheIdentity, fields_from_env
 
 CONFIG_DIR = "/etc/kvpersist"
 UNIT = "kvpersist-lmcache.service"
+VLLM_UNIT = "kvpersist-vllm.service"
 
 #: LMCache writes some lines to its log for each look at ``/status``, so it is looked at once a
 #: second only for a while after a connection to it came or went, and rarely otherwise.
@@ -240,15 +241,23 @@ class Gate:
         self.connected = connected
         seen = self.look()
         if seen["gate"] == "refused" and seen is not self.shown:
-            # The stock adapter knows no gate: only a stopped server serves and stores nothing. It is
-            # killed, because a graceful stop would go on for seconds; its files are published whole.
+            # The stock adapter knows no gate: only a stopped server serves and stores nothing. A vLLM
+            # that is still starting may end without it; then the launcher finds the refusal.
+            state.note_refusal(_invocation(), seen["differences"], self.run_dir)
             subprocess.run(["systemctl", "stop", "--no-block", UNIT], check=False)
-            subprocess.run(["systemctl", "kill", "--signal=SIGKILL", UNIT], check=False)
         if seen != self.shown:
             self.shown = seen
             state.write("gate", seen, self.run_dir)
             text = "; ".join([seen["reason"], *seen["differences"]]).strip("; ")
             print(f"kvpersist: gate {seen['gate']}{': ' + text if text else ''}", flush=True)
+
+
+def _invocation() -> str:
+    """Which start of kvpersist-vllm is running now; empty when none is."""
+    command = ["systemctl", "show", "--property", "ActiveState,InvocationID", VLLM_UNIT]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    shown = dict(line.split("=", 1) for line in run.stdout.splitlines() if "=" in line)
+    return shown.get("InvocationID", "") if shown.get("ActiveState") in ("active", "activating", "reloading") else ""
 
 
 def _state(gate: str, reason: str, found: Optional[List[str]] = None) -> Dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 RUN_DIR = "/run/kvpersist"
 #: For node exporter's textfile collector.
@@ -36,6 +36,24 @@ def write(name: str, document: Dict[str, Any], run_dir: str = RUN_DIR) -> None:
     """Replace the state of ``vllm`` or ``gate``, stamped with the time (seconds since 1970), and the metrics."""
     _replace(os.path.join(run_dir, f"{name}.json"), json.dumps({**document, "since": int(time.time())}) + "\n")
     _replace(os.path.join(run_dir, METRICS_FILE), metrics(read("vllm", run_dir), read("gate", run_dir)))
+
+
+def note_refusal(invocation: str, differences: List[str], run_dir: str = RUN_DIR) -> None:
+    """The gate refused while that start of kvpersist-vllm was running (systemd's InvocationID)."""
+    document = {"invocation": invocation, "differences": differences}
+    _replace(os.path.join(run_dir, "refused.json"), json.dumps(document) + "\n")
+
+
+def refusal(invocation: str, run_dir: str = RUN_DIR) -> Optional[str]:
+    """Why the gate refused that start of kvpersist-vllm; None when it did not."""
+    try:
+        with open(os.path.join(run_dir, "refused.json"), encoding="utf-8") as file:
+            document = json.load(file)
+        if invocation and document["invocation"] == invocation:
+            return "; ".join(map(str, document["differences"])) or "it could not judge"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
 
 
 def metrics(vllm: Optional[Dict[str, Any]], gate: Optional[Dict[str, Any]]) -> str:
