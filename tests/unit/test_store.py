@@ -1,0 +1,176 @@
+"""A cache root: counted truly, evicted by whole sets in the order of use, never by starting."""
+
+import os
+import tracemalloc
+
+import pytest
+from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist.objects import ChunkKey, file_name
+from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist.store import Index, Store
+
+LIVE, DEAD = "live-kvp-1", "dead-kvp-2"
+SIZE = 8192
+
+
+def key(number, rank=0, model=LIVE, salt=""):
+    return ChunkKey(model, number.to_bytes(32, "big"), rank, 0, salt)
+
+
+def write(root, chunk, age=0, size=SIZE):
+    path = root / file_name(chunk)
+    path.write_bytes(b"x" * size)
+    os.utime(path, (1000 - age, 1000 - age))
+
+
+def names(root):
+    return {path.name for path in root.iterdir() if path.is_file()}
+
+
+def opened(root, budget=10**9, free=10**12, **more):
+    store = Store(str(root), [LIVE], budget, free_bytes=lambda: free, **more)
+    store.scan()
+    return store
+
+
+def stored(store, root, chunk, size=SIZE):
+    """As the adapter stores: promise, write, keep."""
+    if not store.promise(size):
+        return False
+    write(root, chunk, size=size)
+    store.keep(chunk, size, size)
+    return True
+
+
+def test_everything_is_counted_by_class_and_nothing_deleted(tmp_path):
+    write(tmp_path, key(1))
+    write(tmp_path, key(2, model=DEAD))
+    (tmp_path / f"{file_name(key(3))}.tmp.1f").write_bytes(b"x" * 4096)
+    (tmp_path / "lmcache-server.pid").write_bytes(b"1")
+    (tmp_path / ".kvpersist/quarantine").mkdir(parents=True)
+    (tmp_path / ".kvpersist/quarantine/a").write_bytes(b"x" * 4096)
+    (tmp_path / ".kvpersist/index").write_bytes(b"x" * 4096)
+    (tmp_path / "mine/deep").mkdir(parents=True)
+    (tmp_path / "mine/deep/file").write_bytes(b"x" * 4096)
+    (tmp_path / "link").symlink_to("/nowhere")
+    before = names(tmp_path)
+    store = opened(tmp_path, budget=1)  # far above the budget
+    usage = store.usage()
+    assert (usage.live, usage.dead, usage.temp, usage.quarantine) == (SIZE, SIZE, 4096, 4096)
+    assert usage.foreign == 4096 * 3 + (tmp_path / "link").lstat().st_blocks * 512
+    assert names(tmp_path) == before
+    assert store.has(key(1))
+    assert not store.has(key(2, model=DEAD))
+
+
+def test_the_oldest_leave_first_across_a_restart(tmp_path):
+    for number in range(10):
+        write(tmp_path, key(number), age=100 - number)
+    store = opened(tmp_path, budget=10 * SIZE)
+    assert len(names(tmp_path)) == 10
+    assert stored(store, tmp_path, key(99))
+    left = {number for number in range(10) if store.has(key(number))}
+    assert left == set(range(3, 10))  # from above 0.9 down to 0.8, with the new one
+    assert names(tmp_path) == {file_name(key(number)) for number in [*left, 99]}
+
+
+def test_what_is_used_stays(tmp_path):
+    for number in range(10):
+        write(tmp_path, key(number), age=100 - number)
+    store = opened(tmp_path, budget=10 * SIZE)
+    assert store.pin(key(0))
+    store.unpin(key(0))
+    assert stored(store, tmp_path, key(99))
+    assert store.has(key(0))
+    assert not store.has(key(1))
+
+
+def test_pinned_sets_are_not_evicted(tmp_path):
+    for number in range(5):
+        write(tmp_path, key(number), age=100 - number)
+    store = opened(tmp_path, budget=5 * SIZE)
+    assert all(store.pin(key(number)) for number in range(5))
+    assert not stored(store, tmp_path, key(99))
+    assert len(names(tmp_path)) == 5
+    store.unpin(key(2))
+    assert stored(store, tmp_path, key(99))
+    assert not store.has(key(2))
+
+
+def test_whole_sets_leave(tmp_path):
+    for number in range(4):
+        for rank in range(4):
+            write(tmp_path, key(number, rank), age=100 - number - rank / 10)
+    store = opened(tmp_path, budget=16 * SIZE)
+    assert stored(store, tmp_path, key(99))
+    for number in range(4):
+        assert len({store.has(key(number, rank)) for rank in range(4)}) == 1
+    assert not store.has(key(0))
+
+
+def test_dead_namespaces_and_foreign_files_are_never_evicted(tmp_path):
+    for number in range(9):
+        write(tmp_path, key(number, model=DEAD), age=100)
+    store = opened(tmp_path, budget=10 * SIZE)
+    assert stored(store, tmp_path, key(1))
+    assert not stored(store, tmp_path, key(2), size=3 * SIZE)
+    assert sum(DEAD in name for name in names(tmp_path)) == 9
+
+
+def test_the_budget_is_never_passed(tmp_path):
+    store = opened(tmp_path, budget=20 * SIZE)
+    for number in range(200):
+        assert stored(store, tmp_path, key(number))
+        assert store.usage().total() <= 20 * SIZE
+        assert store.usage().live == len(names(tmp_path)) * SIZE
+    reopened = opened(tmp_path, budget=20 * SIZE)
+    assert reopened.usage().live == store.usage().live
+
+
+def test_the_reserve_of_the_disk_counts_too(tmp_path):
+    free = [10 * SIZE]
+    store = Store(str(tmp_path), [LIVE], 10**12, reserve_bytes=8 * SIZE, free_bytes=lambda: free[0])
+    store.scan()
+    assert stored(store, tmp_path, key(1))
+    free[0] = 8 * SIZE - 1
+    assert not stored(store, tmp_path, key(2), size=4 * SIZE)
+    free[0] = 100 * SIZE
+    assert stored(store, tmp_path, key(3))
+
+
+def test_promises_in_flight_are_counted(tmp_path):
+    store = opened(tmp_path, budget=10 * SIZE, trigger_watermark=1.0)
+    assert all(store.promise(SIZE) for _ in range(10))
+    assert not store.promise(SIZE)
+    store.give_back(SIZE)
+    assert store.promise(SIZE)
+
+
+def test_a_chunk_stored_again_is_counted_once(tmp_path):
+    store = opened(tmp_path)
+    for size in (SIZE, 2 * SIZE, SIZE):
+        assert stored(store, tmp_path, key(1), size=size)
+        assert (store.usage().live, store.index.count) == (size, 1)
+    store.forget(key(1), to_quarantine=True)
+    assert (store.usage().live, store.usage().quarantine, store.has(key(1))) == (0, SIZE, False)
+
+
+def test_all_namespaces_can_be_live(tmp_path):
+    write(tmp_path, key(1))
+    write(tmp_path, key(1, model=DEAD))
+    write(tmp_path, key(1, salt="s"))
+    store = Store(str(tmp_path), ["*"], 10**9)
+    store.scan()
+    assert (store.index.count, store.usage().dead) == (3, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_memory_of_the_index(ranks):
+    """A million files in at most 250 MB; here a tenth of it."""
+    index, count = Index(), 100_000
+    tracemalloc.start()
+    for number in range(count // ranks):
+        for rank in range(ranks):
+            index.add(key(number, rank), SIZE)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.count == count
+    assert used / count < 250
