@@ -5,6 +5,7 @@ import json
 import pytest
 from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist import cli, state
 from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist.identity import CacheIdentity, env_names
+from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist.objects import ChunkKey, file_name
 from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist.render import env_file
 from conftest import COLLECTION
 from test_identity import PINS
@@ -99,6 +100,68 @@ def test_plan(admin):
     planned = json.loads(out)
     assert planned["l2_tokens"] == 5721856
     assert planned["warnings"][0].startswith("kvp_l1_size_gb is 1e+06 GiB, but the host has")
+
+
+def chunk(model, number=1):
+    return ChunkKey(model, number.to_bytes(32, "big"), 0x01000100)
+
+
+@pytest.fixture
+def cache(admin):
+    """A cache root with one live and one dead chunk, and something that is neither."""
+    root = admin.path / "root"
+    root.mkdir()
+    (admin.path / "cache.env").write_text(f"KVP_CACHE_ROOT={root}\nKVP_L2_SIZE_GB=0.00001\n")
+    for model in (IDENTITY.lmcache_model_name(), "old-kvp-1"):
+        (root / file_name(chunk(model))).write_bytes(b"x" * 8192)
+    (root / "notes.txt").write_text("mine")
+    return root
+
+
+def test_report(admin, cache):
+    code, out, _ = admin("report")
+    assert code == 0
+    assert f"live  {IDENTITY.lmcache_model_name()}" in out
+    assert "DEAD  old-kvp-1" in out
+    assert json.loads(admin("report", "--json")[1])["namespaces"]["old-kvp-1"]["objects"] == 1
+
+
+def test_cleanup_lists_and_then_removes(admin, cache):
+    before = set(cache.iterdir())
+    code, out, _ = admin("cleanup", "--dead")
+    assert (code, "would be removed (nothing was; add --apply)" in out) == (0, True)
+    assert set(cache.iterdir()) == before
+    code, out, _ = admin("cleanup", "--dead", "--apply", "--json")
+    assert json.loads(out)["files"] == [{"name": file_name(chunk("old-kvp-1")), "bytes": 8192}]
+    assert len(set(cache.iterdir())) == 2
+    assert admin("cleanup", "--dead", "--apply")[1].startswith("0 files")
+
+
+def test_cleanup_of_one_namespace_by_its_short_name(admin, cache):
+    code, out, _ = admin("cleanup", "--namespace", IDENTITY.namespace(), "--apply")
+    assert code == 0
+    assert sorted(path.name for path in cache.iterdir()) == ["notes.txt", file_name(chunk("old-kvp-1"))]
+    code, _, err = admin("cleanup", "--namespace", "nobody")
+    assert (code, "--namespace is nobody; allowed: old-kvp-1" in err) == (2, True)
+
+
+def test_cleanup_to_the_budget(admin, cache):
+    code, out, _ = admin("cleanup", "--to-budget", "0.000013", "--apply")
+    assert (code, "1 files" in out) == (0, True)
+    assert not (cache / file_name(chunk("old-kvp-1"))).exists()
+
+
+def test_a_root_that_is_not_there(admin):
+    for command in ("report", "cleanup"):
+        code, _, err = admin(command)
+        assert (code, "/nowhere is no directory" in err) == (2, True)
+
+
+@pytest.mark.parametrize("words", [["cleanup", "--older-than", "5"], ["cleanup", "--to-budget", "0"]])
+def test_wrong_use_of_cleanup(admin, words):
+    with pytest.raises(SystemExit) as end:
+        admin(*words)
+    assert end.value.code == 2
 
 
 @pytest.mark.parametrize("words", [["plan", "--budget", "-1"], ["plan", "--tokens", "x"], ["nothing"], []])

@@ -1,6 +1,9 @@
 """Defaults and argument_specs say the same; pins that stand in two places are equal."""
 
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -62,3 +65,12 @@ def test_one_version_of_the_installer():
 @pytest.mark.parametrize("name", ["LICENSE", "NOTICE"])
 def test_licence_stands_in_the_collection_too(name):
     assert (REPO / name).read_bytes() == (COLLECTION / name).read_bytes()
+
+
+def test_the_core_on_the_host_is_complete(tmp_path):
+    """The listed files run by themselves: kvp-admin, the gate and what the launcher imports."""
+    (tmp_path / "kvpersist").mkdir()
+    for name in load("kvp", "vars/main.yml")["__kvp_core"]:
+        shutil.copy(COLLECTION / f"plugins/module_utils/kvpersist/{name}.py", tmp_path / "kvpersist")
+    code = "from kvpersist import cli, gate, state, weights; cli.parser()"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

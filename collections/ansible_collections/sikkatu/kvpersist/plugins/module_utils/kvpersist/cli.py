@@ -1,4 +1,5 @@
-"""kvp-admin: look at the cache of this VM. It only reads, and never runs by itself.
+"""kvp-admin: look at the cache of this VM, and clean it up. It never runs by itself, and without
+--apply it only reads.
 
 Exit codes: 0 as asked; 1 something is not as it should be (the output says what); 2 wrong use.
 """
@@ -8,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from . import gate, render, sizing, state
+from . import gate, render, retention, sizing, state
 from .identity import CacheIdentity, fields_from_env
 
 UNITS = ("kvpersist-lmcache", "kvpersist-vllm", "kvpersist-gate")
@@ -172,11 +174,103 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _root(arguments: argparse.Namespace) -> str:
+    root = arguments.root or _variables(arguments.config_dir, "cache.env")["KVP_CACHE_ROOT"]
+    if not os.path.isdir(root):
+        raise ValueError(f"{root} is no directory: is the cache's disk mounted?")
+    return str(root)
+
+
+def _live(arguments: argparse.Namespace) -> List[str]:
+    """The model names that are not dead: what this host serves."""
+    variables = _variables(arguments.config_dir, "identity.env")
+    return [variables["KVP_MODEL"]] if variables.get("KVP_NAMESPACE") else []
+
+
+def _age(seconds: int) -> str:
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """What the cache holds, by namespace."""
+    shown = retention.report(_root(arguments), _live(arguments))
+    if arguments.json:
+        print(json.dumps(shown))
+        return 0
+    for name, row in sorted(shown["namespaces"].items(), key=lambda each: (not each[1]["live"], -each[1]["bytes"])):
+        tokens = "? tokens" if row["tokens"] is None else f"{row['tokens']} tokens"
+        print(f"{'live' if row['live'] else 'DEAD'}  {name}")
+        print(
+            f"      {row['bytes'] / sizing.GB:.3f} GB, {row['objects']} files, {row['complete_sets']} complete sets "
+            f"({tokens}), {row['incomplete_sets']} incomplete, last used {_age(row['newest_seconds'])} ago, "
+            f"oldest {_age(row['oldest_seconds'])}"
+        )
+    sizes = ", ".join(f"{name} {size / sizing.GB:.3f} GB" for name, size in shown["bytes"].items())
+    print(f"root  {shown['root']}: {sizes}; the disk has {shown['disk_free_bytes'] / sizing.GB:.3f} GB free")
+    return 0
+
+
+def cleanup(arguments: argparse.Namespace) -> int:
+    """Remove chunks; without --apply only say which."""
+    root, live = _root(arguments), _live(arguments)
+    namespace = arguments.namespace
+    if namespace:
+        known = retention.report(root, live)["namespaces"]
+        named = [name for name in known if name == namespace or name.endswith(f"-{namespace}")]
+        if len(named) != 1:
+            raise ValueError(
+                f"--namespace is {namespace}; allowed: {', '.join(sorted(known)) or 'nothing, the cache is empty'}"
+            )
+        namespace = named[0]
+    budget = arguments.to_budget
+    if budget is not None and budget < 0:
+        budget = float(_variables(arguments.config_dir, "cache.env")["KVP_L2_SIZE_GB"])
+    chosen = retention.removable(
+        root,
+        live,
+        dead=arguments.dead,
+        namespace=namespace,
+        older_than_seconds=arguments.older_than,
+        temp=arguments.temp,
+        corrupt=arguments.corrupt,
+        to_budget=None if budget is None else int(budget * sizing.GB),
+    )
+    kept: List[Any] = []
+    if arguments.apply:
+        chosen, kept = retention.remove(root, chosen)
+    total = sum(file.size for file in chosen)
+    if arguments.json:
+        listed = [{"name": file.name, "bytes": file.size} for file in chosen]
+        left = [{"name": file.name, "why": why} for file, why in kept]
+        print(json.dumps({"applied": arguments.apply, "files": listed, "bytes": total, "kept": left}))
+    else:
+        for file in chosen:
+            print(f"{file.size:>14} {file.name}")
+        done = "removed" if arguments.apply else "would be removed (nothing was; add --apply)"
+        print(f"{len(chosen)} files, {total / sizing.GB:.3f} GB {done}")
+        for file, why in kept:
+            print(f"kept: {file.name}: {why}", file=sys.stderr)
+    return 1 if kept else 0
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"([0-9]+)(s|m|h|d|w)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is no time such as 30d, 12h, 90m")
+    return float(int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]])
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return value
+
+
+COMMANDS = {"status": status, "identity": identity, "plan": plan, "report": report, "cleanup": cleanup}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -186,19 +280,42 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--config-dir", default=gate.CONFIG_DIR, help="where the env files are (%(default)s)")
     root.add_argument("--run-dir", default=state.RUN_DIR, help="where the services write their state (%(default)s)")
     commands = root.add_subparsers(dest="command", required=True)
-    for name, function in (("status", status), ("identity", identity), ("plan", plan)):
+    for name, function in COMMANDS.items():
         command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(function=function)
-        if function is not status:
+        if name in ("identity", "plan"):
             command.add_argument(
                 "--fields",
                 metavar="FILE",
                 help="JSON object of the fields (- for standard input) instead of this host's",
             )
-    command.add_argument("--tokens", type=lambda text: int(_positive(text)), help="what this many tokens take")
-    command.add_argument("--budget", type=_positive, metavar="GB", help="disk budget in GB of 10^9 bytes (this host's)")
-    command.add_argument("--l1", type=_positive, metavar="GIB", help="memory buffer in GiB (this host's)")
+    commands.choices["plan"].add_argument(
+        "--tokens", type=lambda text: int(_positive(text)), help="what this many tokens take"
+    )
+    commands.choices["plan"].add_argument(
+        "--budget", type=_positive, metavar="GB", help="disk budget in GB of 10^9 bytes (this host's)"
+    )
+    commands.choices["plan"].add_argument(
+        "--l1", type=_positive, metavar="GIB", help="memory buffer in GiB (this host's)"
+    )
+    for name in ("report", "cleanup"):
+        commands.choices[name].add_argument("--root", metavar="DIR", help="another cache root (this host's)")
+    clean = commands.choices["cleanup"]
+    clean.add_argument("--apply", action="store_true", help="remove them; without it they are listed")
+    clean.add_argument("--dead", action="store_true", help="chunks of namespaces that this host does not serve")
+    clean.add_argument("--namespace", default="", metavar="NS", help="chunks of this namespace, by kvp-... or its name")
+    clean.add_argument("--older-than", type=_duration, metavar="TIME", help="only what was not used for 30d, 12h, 90m")
+    clean.add_argument("--temp", action="store_true", help="unfinished writes that nothing touched for an hour")
+    clean.add_argument("--corrupt", action="store_true", help="damaged files that were moved aside")
+    clean.add_argument(
+        "--to-budget",
+        type=_positive,
+        nargs="?",
+        const=-1.0,
+        metavar="GB",
+        help="least recently used chunks until the root takes so many GB of 10^9 bytes (this host's), dead first",
+    )
     return root
 
 
