@@ -1,0 +1,302 @@
+"""The store against LMCache's own classes: store_contract.py ROOT SMALL_ROOT
+
+Runs inside the serving image, as another user than root. SMALL_ROOT is a file system of 24 MiB.
+Prints one line for each promise and ends with the count.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import sys
+import time
+
+import torch
+from kvpersist.objects import HEADER_BYTES, file_name
+from kvpersist_lmcache import StoreAdapter, StoreAdapterConfig
+from kvpersist_lmcache.adapter import chunk_key
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+ROOT, SMALL = (pathlib.Path(path) for path in sys.argv[1:3])
+SHAPE = (2, 30, 256, 192)  # 5.9 MB of bfloat16, a chunk of SmolLM2
+GB = 10**9
+#: Errors of a file that cannot be read, which a test host may spell differently.
+UNREADABLE = ("failed_loads_EACCES", "failed_loads_ELOOP", "failed_loads_EISDIR", "failed_loads_EINVAL")
+
+
+def chunk(seed=None, shape=SHAPE, dtype=torch.bfloat16):
+    """A memory object as the server's L1 gives it: aligned, and longer than its bytes."""
+    size = torch.tensor(shape).prod().item() * dtype.itemsize
+    whole = -(-size // 4096) * 4096
+    base = torch.zeros(whole + 4096, dtype=torch.uint8)
+    start = -base.data_ptr() % 4096
+    memory = base[start : start + whole]
+    if seed is not None:
+        values = torch.randn(size // 2, generator=torch.Generator().manual_seed(seed))
+        memory[:size] = values.to(torch.bfloat16).view(torch.uint8)
+    meta = MemoryObjMetadata(
+        shape=torch.Size(shape),
+        dtype=dtype,
+        address=memory.data_ptr(),
+        phy_size=whole,
+        ref_count=1,
+        fmt=MemoryFormat.KV_2LTD,
+        shapes=[torch.Size(shape)],
+        dtypes=[dtype],
+    )
+    made = TensorMemoryObj(raw_data=memory, metadata=meta, parent_allocator=None)
+    made.base = base
+    return made
+
+
+def key(number, rank=0, model="m-kvp-1", salt=""):
+    return ObjectKey(number.to_bytes(32, "big"), model, rank, 0, salt)
+
+
+def path(number, root=ROOT):
+    return root / file_name(chunk_key(key(number)))
+
+
+def opened(root=ROOT, **more):
+    return StoreAdapter(StoreAdapterConfig.from_dict({"root": str(root), "budget_bytes": GB, "live": ["*"], **more}))
+
+
+def finished(function, *arguments):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        result = function(*arguments)
+        if result:
+            return result
+        time.sleep(0.002)
+    raise AssertionError("a task was left pending")
+
+
+def store(adapter, numbers, **more):
+    keys = [key(number, **more) for number in numbers]
+    task = adapter.submit_store_task(keys, [chunk(number) for number in numbers])
+    return finished(adapter.pop_completed_store_tasks)[task]
+
+
+def load(adapter, numbers, shape=SHAPE, dtype=torch.bfloat16):
+    """Numbers whose chunks came back; what came back has to be what was stored."""
+    keys, objects = [key(number) for number in numbers], [chunk(None, shape, dtype) for _ in numbers]
+    task = adapter.submit_lookup_and_lock_task(keys, {})
+    found = finished(adapter.query_lookup_and_lock_result, task)
+    task = adapter.submit_load_task(keys, objects)
+    loaded = finished(adapter.query_load_result, task)
+    adapter.submit_unlock(keys)
+    good = [n for n in range(len(keys)) if found.test(n) and loaded.test(n)]
+    for n in good:
+        size = objects[n].get_size()
+        assert torch.equal(objects[n].raw_data[:size], chunk(numbers[n]).raw_data[:size]), (
+            f"wrong bytes of {numbers[n]}"
+        )
+    return [numbers[n] for n in good]
+
+
+def there_and_back(adapter):
+    assert store(adapter, range(4)).is_successful()
+    assert load(adapter, range(5)) == [0, 1, 2, 3]
+    for number in range(4):
+        assert path(number).stat().st_mode & 0o777 == 0o600
+        assert path(number).read_bytes()[HEADER_BYTES:] == bytes(chunk(number).raw_data.numpy())
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[100000] ^= 1
+    file.write_bytes(data)
+
+
+def into(function):
+    def change(file):
+        file.unlink()
+        function(file)
+
+    return change
+
+
+DAMAGE = {
+    "flipped": flip,
+    "truncated": lambda file: os.truncate(file, 5000),
+    "cut to a page": lambda file: os.truncate(file, 4096),
+    "extended": lambda file: os.truncate(file, file.stat().st_size + 4096),
+    "empty": lambda file: os.truncate(file, 0),
+    "another chunk's": lambda file: shutil.copy(path(0), file),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "a directory": into(lambda file: file.mkdir()),
+    "a dangling link": into(lambda file: file.symlink_to("/nowhere")),
+    "a link to another": into(lambda file: file.symlink_to(path(0))),
+    "missing": lambda file: file.unlink(),
+    "unreadable": lambda file: file.chmod(0),
+}
+
+
+def damage(adapter):
+    """Never wrong bytes, the others are served, the next store heals."""
+    numbers = range(10, 10 + len(DAMAGE))
+    assert store(adapter, numbers).is_successful()
+    for number, (name, change) in zip(numbers, DAMAGE.items()):
+        change(path(number))
+        assert load(adapter, [0, number, 1]) == [0, 1], name
+        if path(number).is_dir() and not path(number).is_symlink():
+            path(number).rmdir()  # a chunk cannot take a directory's name
+        assert store(adapter, [number]).is_successful(), name
+        assert load(adapter, [number]) == [number], name
+    counts = adapter.report_status()["counts"]
+    assert counts["checksum_misses"] >= 6
+    assert counts["healed"] >= 6
+    assert any(counts.get(name) for name in UNREADABLE)
+
+
+def another_layout(adapter):
+    assert store(adapter, [30]).is_successful()
+    assert load(adapter, [30], shape=(2, 30, 192, 256)) == []
+    assert store(adapter, [30]).is_successful()
+    assert load(adapter, [30], dtype=torch.float16) == []
+
+
+def another_release(adapter):
+    """Of another version: a miss, and the file is kept."""
+    assert store(adapter, [31]).is_successful()
+    data = bytearray(path(31).read_bytes())
+    data[8] = 9
+    path(31).write_bytes(data)
+    assert load(adapter, [31]) == []
+    store(adapter, [31])
+    assert path(31).read_bytes() == bytes(data)
+
+
+def reopened(adapter):
+    adapter.close()
+    again = opened()
+    try:
+        assert load(again, range(4)) == [0, 1, 2, 3]
+        live = sum(file.stat().st_blocks * 512 for file in ROOT.glob("*.bin"))
+        assert again.store.usage().live == live
+    finally:
+        again.close()
+
+
+def one_server(adapter):
+    try:
+        opened()
+    except ValueError as error:
+        assert "another lmcache server" in str(error)
+    else:
+        raise AssertionError("a second server opened the root")
+
+
+def wrong_parameters(_):
+    for bad in ({"codec": "fp8"}, {"codec": "asym"}, {"root": "x"}, {"eviction": {}}, {"threads": True}, {"live": []}):
+        try:
+            StoreAdapterConfig.from_dict({"root": "/x", "budget_bytes": GB, "live": ["*"], **bad})
+        except ValueError as error:
+            assert "allowed" in str(error), error
+        else:
+            raise AssertionError(bad)
+
+
+def codecs(_):
+    for codec, least in (("zstd", 1.3), ("lz4", 1.05)):
+        root = ROOT / codec
+        root.mkdir()
+        adapter = opened(root, codec=codec)
+        assert store(adapter, range(4)).is_successful()
+        assert load(adapter, range(4)) == [0, 1, 2, 3]
+        ratio = adapter.counts["raw_bytes"] / adapter.counts["stored_bytes"]
+        disk = sum(file.stat().st_blocks * 512 for file in root.glob("*.bin"))
+        assert ratio >= least and abs(adapter.counts["raw_bytes"] / disk - ratio) < 0.05, (codec, ratio, disk)
+        flip(path(1, root))
+        assert load(adapter, range(4)) == [0, 2, 3]
+        adapter.close()
+        other = opened(root)  # another codec reads them: each frame names its own
+        assert load(other, [0, 2, 3]) == [0, 2, 3]
+        other.close()
+
+
+def budget(_):
+    """Over five restarts the disk never holds more than the budget."""
+    root = ROOT / "budget"
+    root.mkdir()
+    limit = 10 * 6 * 10**6
+    for run in range(5):
+        adapter = opened(root, budget_bytes=limit)
+        before = set(root.glob("*.bin"))
+        assert len(before) == adapter.store.index.count
+        for number in range(run * 20, run * 20 + 20):
+            store(adapter, [number])
+            used = sum(file.stat().st_blocks * 512 for file in root.rglob("*") if file.is_file())
+            assert used <= limit, used
+        assert adapter.store.usage().live == sum(file.stat().st_blocks * 512 for file in root.glob("*.bin"))
+        assert load(adapter, [run * 20 + 19]) == [run * 20 + 19]
+        adapter.close()
+
+
+def only_live(_):
+    root = ROOT / "live"
+    root.mkdir()
+    adapter = opened(root, live=["m-kvp-1"])
+    store(adapter, [1], model="other-kvp-2")
+    assert adapter.counts["refused_namespace"] == 1
+    store(adapter, [2], salt="s" * 128)
+    assert load(adapter, [1]) == []
+    adapter.close()
+
+
+def gate(_):
+    """Nothing is stored or served until the gate is open."""
+    root, file = ROOT / "gate", ROOT / "gate.json"
+    root.mkdir()
+    adapter = opened(root, gate_file=str(file))
+    store(adapter, [1])
+    assert adapter.counts["refused_gate"] == 1
+    file.write_text(json.dumps({"gate": "open"}))
+    assert store(adapter, [1]).is_successful()
+    assert load(adapter, [1]) == [1]
+    for text in (json.dumps({"gate": "closed"}), "{", "[]"):
+        time.sleep(0.02)
+        file.write_text(text)
+        assert load(adapter, [1]) == [], text
+    adapter.close()
+
+
+def full_disk(_):
+    """Refused while the disk is full; storing resumes by itself."""
+    adapter = opened(SMALL)
+    for number in range(3):
+        store(adapter, [number])
+    filler = SMALL / "filler"
+    with filler.open("wb") as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+    for number in range(50, 53):
+        store(adapter, [number])
+    load(adapter, [0, 1, 2, 50, 51, 52])  # nothing wrong, nothing pending
+    counts = adapter.report_status()["counts"]
+    assert adapter.store.evicted or counts.get("refused_budget") or counts.get("failed_stores_ENOSPC")
+    filler.unlink()
+    assert store(adapter, [60]).is_successful()
+    assert load(adapter, [60]) == [60]
+    assert not list(SMALL.glob("*.tmp.*"))
+    adapter.close()
+
+
+def main():
+    adapter = opened()
+    checks = (
+        *(there_and_back, damage, another_layout, another_release, one_server, wrong_parameters, codecs, budget),
+        *(only_live, gate, full_disk, reopened),
+    )
+    for check in checks:
+        check(adapter)
+        print(f"ok: {check.__name__}", flush=True)
+    print(f"{len(checks)} promises kept")
+
+
+if __name__ == "__main__":
+    main()
