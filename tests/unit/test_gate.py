@@ -266,6 +266,19 @@ def test_a_server_that_hangs_while_vllm_is_connected_is_refused(host):
     assert host.watch.shown["gate"] == "refused"
 
 
+def test_a_server_that_restarts_is_not(host):
+    """Down for long, and then connected before it answers."""
+    host(status())
+    Server.answer = []
+    for _ in range(gate.UNANSWERED_LOOKS * 2):
+        host.watch.step(connected=False)
+    for _ in range(gate.UNANSWERED_LOOKS - 1):
+        host.watch.step(connected=True)
+    assert host.watch.shown["gate"] == "closed"
+    assert host.stopped == []
+    assert host(status())["gate"] == "open"
+
+
 def test_a_server_that_is_down_is_not(host):
     for _ in range(gate.UNANSWERED_LOOKS * 2):
         assert host("nothing")["gate"] == "closed"

@@ -9,9 +9,8 @@ def test_the_cache_survives_restarts_and_kill_9(play, tmp_path):
     code, output = play.book(
         "recovery.yml", kvp_verify_recovery_signals=["SIGTERM", "SIGKILL"], kvp_verify_report_dir=str(tmp_path)
     )
-    table = (tmp_path / f"recovery-{play.name}.txt").read_text()
-    print(table)
     assert code == 0, output
+    print((tmp_path / f"recovery-{play.name}.txt").read_text())
     rows = {row["scenario"]: row for row in json.loads((tmp_path / f"recovery-{play.name}.json").read_text())["rows"]}
     assert list(rows) == ["cold", "another chat", "A", "A'", "B", "A kill -9", "A' kill -9", "B kill -9"]
     assert not rows["another chat"]["same"]

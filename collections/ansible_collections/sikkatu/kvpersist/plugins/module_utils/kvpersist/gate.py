@@ -30,8 +30,8 @@ TICK_SECONDS = 0.5
 LOOK_SECONDS = 1.0
 AWAKE_SECONDS = 60.0
 ASLEEP_SECONDS = 60.0
-#: Looks in a row that a server may leave unanswered while vLLM is connected to it.
-UNANSWERED_LOOKS = 10
+#: Looks in a row that a server may leave unanswered while vLLM is connected to it: minutes.
+UNANSWERED_LOOKS = 120
 
 #: dtypes under which a KV cache of fp8 registers: vLLM keeps its bytes in uint8.
 _TORCH_DTYPES = {
@@ -229,10 +229,11 @@ class Gate:
 
     def _unanswered(self) -> Dict[str, Any]:
         """A refusal stands while the server is down: it is why. One that hangs while vLLM talks to it is one too."""
-        self.unanswered += 1
+        # A server that starts takes connections before it answers: only a long silence counts.
+        self.unanswered = self.unanswered + 1 if self.connected else 0
         if self.shown is not None and self.shown["gate"] == "refused":
             return self.shown
-        if self.connected and self.unanswered >= UNANSWERED_LOOKS:
+        if self.unanswered >= UNANSWERED_LOOKS:
             return _state("refused", "vLLM is connected to an lmcache server that does not answer the gate")
         return _state("closed", "the lmcache server does not answer")
 
