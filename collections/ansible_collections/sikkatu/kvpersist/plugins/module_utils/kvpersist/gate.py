@@ -30,7 +30,7 @@ TICK_SECONDS = 0.5
 LOOK_SECONDS = 1.0
 AWAKE_SECONDS = 60.0
 ASLEEP_SECONDS = 60.0
-#: Looks in a row that a server may leave unanswered while vLLM is connected to it: minutes.
+#: Looks in a row that a server may leave unanswered while vLLM is connected to it (about an hour).
 UNANSWERED_LOOKS = 120
 
 #: dtypes under which a KV cache of fp8 registers: vLLM keeps its bytes in uint8.
