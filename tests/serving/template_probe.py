@@ -12,7 +12,7 @@ resolver = importlib.util.module_from_spec(importlib.util.spec_from_loader("reso
 loader.exec_module(resolver)
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402  (the resolver sets the environment first)
-from vllm.tokenizers.registry import cached_tokenizer_from_config  # noqa: E402
+from vllm.tokenizers.registry import cached_tokenizer_from_config  # noqa: E402  (as above)
 
 model_config = EngineArgs(model=sys.argv[1], dtype="bfloat16", max_model_len=1024).create_model_config()
 tokenizer = cached_tokenizer_from_config(model_config)

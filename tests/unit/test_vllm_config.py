@@ -45,6 +45,35 @@ def render(tmp_path, **variables):
     return json.loads((tmp_path / "vllm.json").read_text())
 
 
+def doubts(tmp_path, **variables):
+    """What kvp_identity holds against caching, before any image is asked."""
+    task = {"ansible.builtin.copy": {"content": "{{ __kvp_identity_doubts | to_json }}", "dest": f"{tmp_path}/d.json"}}
+    play = {"hosts": "localhost", "gather_facts": False, "vars_files": FILES, "tasks": [task]}
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+    pins = {f"kvp_identity_{name}": value for name, value in PINS.items() if name != "store_format"}
+    command = [
+        sys.executable,
+        "-m",
+        "ansible",
+        "playbook",
+        f"{tmp_path}/play.yml",
+        "-e",
+        json.dumps({**pins, **variables}),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, env=ansible_env(), cwd=REPO, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads((tmp_path / "d.json").read_text())
+
+
+def test_what_the_container_is_given_is_vetted(tmp_path):
+    assert doubts(tmp_path) == []
+    (command,) = doubts(tmp_path, kvp_vllm_command=["sh", "-c", "vllm serve"])
+    assert command.startswith('kvp_vllm_command is ["sh", "-c", "vllm serve"]; allowed')
+    (variable,) = doubts(tmp_path, kvp_vllm_docker_args=["-ie", "VLLM_KV_CACHE_LAYOUT=HND"])
+    assert variable.startswith("VLLM_KV_CACHE_LAYOUT in the environment")
+    assert len(doubts(tmp_path, kvp_vllm_env={"PYTHONPATH": "/x"}, kvp_vllm_extra_args=["--enable-lora"])) == 2
+
+
 def value(arguments, option):
     return arguments[arguments.index(option) + 1]
 

@@ -64,6 +64,14 @@ def test_kvp_admin_agrees_with_what_runs(host):
     assert sizes == {str(plan["chunk_file_bytes"])}
 
 
+def test_report_and_cleanup_find_a_cache_of_one_live_namespace(host, play):
+    code, output = play.book("report.yml")
+    assert code == 0, output
+    assert json.loads(host.check_output("kvp-admin status --json"))["model"] in output
+    code, output = play.book("cleanup.yml", "--check", "--diff")
+    assert (code, changed(output)) == (0, 0), output
+
+
 def test_the_two_ports_of_lmcache_are_on_loopback(host):
     for port in (5555, 8080):
         assert host.socket(f"tcp://127.0.0.1:{port}").is_listening
