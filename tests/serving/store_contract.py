@@ -1,13 +1,17 @@
 """The store against LMCache's own classes: store_contract.py ROOT SMALL_ROOT
 
 Runs inside the serving image, as another user than root. SMALL_ROOT is a file system of 24 MiB.
-Prints one line for each promise and ends with the count.
+Prints one line for each promise and ends with the count. With --interface it prints the part of
+LMCache that the store stands on, to compare two versions.
 """
 
+import dataclasses
+import inspect
 import json
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import time
 
@@ -15,10 +19,14 @@ import torch
 from kvpersist.objects import HEADER_BYTES, file_name
 from kvpersist_lmcache import StoreAdapter, StoreAdapterConfig
 from kvpersist_lmcache.adapter import chunk_key
+from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import ObjectKey
-from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 
-ROOT, SMALL = (pathlib.Path(path) for path in sys.argv[1:3])
+ROOT, SMALL = (pathlib.Path(path) for path in (sys.argv[1:3] * 2)[:2])
 SHAPE = (2, 30, 256, 192)  # 5.9 MB of bfloat16, a chunk of SmolLM2
 GB = 10**9
 #: Errors of a file that cannot be read, which a test host may spell differently.
@@ -73,14 +81,15 @@ def finished(function, *arguments):
 
 
 def store(adapter, numbers, **more):
+    """Of key's parameters, ``more`` are those that are not the usual ones."""
     keys = [key(number, **more) for number in numbers]
     task = adapter.submit_store_task(keys, [chunk(number) for number in numbers])
     return finished(adapter.pop_completed_store_tasks)[task]
 
 
-def load(adapter, numbers, shape=SHAPE, dtype=torch.bfloat16):
+def load(adapter, numbers, shape=SHAPE, dtype=torch.bfloat16, **more):
     """Numbers whose chunks came back; what came back has to be what was stored."""
-    keys, objects = [key(number) for number in numbers], [chunk(None, shape, dtype) for _ in numbers]
+    keys, objects = [key(number, **more) for number in numbers], [chunk(None, shape, dtype) for _ in numbers]
     task = adapter.submit_lookup_and_lock_task(keys, {})
     found = finished(adapter.query_lookup_and_lock_result, task)
     task = adapter.submit_load_task(keys, objects)
@@ -179,6 +188,141 @@ def reopened(adapter):
         again.close()
 
 
+def bins(root):
+    return {file.name for file in root.glob("*.bin")}
+
+
+def saved_index(_):
+    """A start after a clean stop reads no directory; a stale or damaged index only costs that."""
+    root = ROOT / "saved"
+    root.mkdir()
+    adapter = opened(root)
+    assert not adapter.index_saved
+    store(adapter, range(4))
+    store(adapter, [4], salt="tenant", rank=7)
+    usage = adapter.store.usage()
+    adapter.close()
+    adapter = opened(root)
+    assert adapter.index_saved
+    assert (adapter.store.usage().live, adapter.store.index.count) == (usage.live, 5)
+    assert load(adapter, range(4)) == [0, 1, 2, 3]
+    assert load(adapter, [4], salt="tenant", rank=7) == [4]
+    adapter.close()
+    path(2, root).unlink()  # behind its back
+    adapter = opened(root)
+    assert not adapter.index_saved
+    assert load(adapter, range(4)) == [0, 1, 3]
+    adapter.close()
+    index = root / ".kvpersist/index"
+    for damaged in (b"", index.read_bytes()[:-1], b"{}\n", index.read_bytes()[:-1] + b"!"):
+        index.write_bytes(damaged)
+        adapter = opened(root)
+        assert not adapter.index_saved
+        assert load(adapter, range(4)) == [0, 1, 3]
+        adapter.close()
+
+
+def recency(_):
+    """What was looked up last stays, also over a restart without a clean stop."""
+    root = ROOT / "recency"
+    root.mkdir()
+    adapter = opened(root, budget_bytes=10 * 6 * 10**6)
+    for number in range(8):
+        store(adapter, [number])
+        time.sleep(0.01)
+    assert load(adapter, [0, 1]) == [0, 1]
+    adapter.close()
+    (root / ".kvpersist/index").unlink()
+    adapter = opened(root, budget_bytes=10 * 6 * 10**6)
+    store(adapter, range(20, 23))
+    assert {path(number, root).name for number in (0, 1)} <= bins(root)
+    assert not path(2, root).exists()
+    adapter.close()
+
+
+def quotas(_):
+    root = ROOT / "quotas"
+    root.mkdir()
+    adapter = opened(root, quotas={"small-kvp-1": 5 * 6 * 10**6})
+    for number in range(10):
+        assert store(adapter, [number], model="small-kvp-1").is_successful()
+        assert store(adapter, [number], model="other-kvp-1").is_successful()
+    names = bins(root)
+    assert sum("small" in name for name in names) <= 5
+    assert sum("other" in name for name in names) == 10
+    adapter.close()
+
+
+def cleaned_up(_):
+    """Room that kvp-admin made is used without a restart."""
+    root = ROOT / "cleaned"
+    root.mkdir()
+    adapter = opened(root, live=["dead-kvp-1"])
+    store(adapter, range(9), model="dead-kvp-1")
+    adapter.close()
+    adapter = opened(root, live=["m-kvp-1"], budget_bytes=9 * 6 * 10**6)
+    assert not store(adapter, [1]).is_successful()
+    assert len(bins(root)) == 9
+    for file in root.glob("dead*"):
+        file.unlink()
+    (root / ".kvpersist/changed").touch()
+    time.sleep(1.1)
+    store(adapter, [2])  # notices
+    time.sleep(0.5)
+    assert store(adapter, [3]).is_successful()
+    assert adapter.store.usage().dead == 0
+    adapter.close()
+
+
+def kill_9(_):
+    """Twenty writers killed in the middle: what is under its name is whole, the rest is a temp file."""
+    root = ROOT / "killed"
+    root.mkdir()
+    objects = [chunk(number) for number in range(12)]
+    served = unfinished = 0
+    for burst in range(20):
+        salt = f"burst-{burst}"
+        writer = os.fork()
+        if writer == 0:
+            adapter = opened(root, fsync="none", budget_bytes=40 * 6 * 10**6)
+            adapter.submit_store_task([key(number, salt=salt) for number in range(12)], objects)
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.02 + 0.004 * burst)
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        temps = list(root.glob("*.tmp.*"))
+        unfinished += len(temps)
+        adapter = opened(root, budget_bytes=40 * 6 * 10**6)
+        there = [n for n in range(12) if (root / file_name(chunk_key(key(n, salt=salt)))).exists()]
+        if there:
+            assert load(adapter, there, salt=salt) == there
+        served += len(there)
+        assert adapter.store.usage().temp == sum(file.stat().st_blocks * 512 for file in temps)
+        adapter.close()
+        for file in temps:
+            file.unlink()
+    assert unfinished > 0
+    assert served > 0
+
+
+def environment(_):
+    """What the unit gives it: the live model and the codec."""
+    os.environ.update(KVP_MODEL="env-kvp-1", LMCACHE_L2_SERDE="lz4")
+    try:
+        config = StoreAdapterConfig.from_dict({"root": "/x", "budget_bytes": GB})
+        assert (config.live, config.codec) == (["env-kvp-1"], "lz4")
+        os.environ["LMCACHE_L2_SERDE"] = "turboquant"
+        unit = os.fork()
+        if unit == 0:
+            os.environ["SYSTEMD_EXEC_PID"] = str(os.getpid())
+            StoreAdapterConfig.from_dict({"root": "/x", "budget_bytes": GB})
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(unit, 0)[1]) == os.EX_CONFIG
+    finally:
+        del os.environ["KVP_MODEL"], os.environ["LMCACHE_L2_SERDE"]
+
+
 def one_server(adapter):
     try:
         opened()
@@ -249,16 +393,29 @@ def gate(_):
     """Nothing is stored or served until the gate is open."""
     root, file = ROOT / "gate", ROOT / "gate.json"
     root.mkdir()
-    adapter = opened(root, gate_file=str(file))
+    adapter = opened(root, gate_file=str(file), live=["m-kvp-1"])
     store(adapter, [1])
     assert adapter.counts["refused_gate"] == 1
-    file.write_text(json.dumps({"gate": "open"}))
+    admitted = json.dumps({"gate": "open", "model": "m-kvp-1"})
+    file.write_text(admitted)
     assert store(adapter, [1]).is_successful()
     assert load(adapter, [1]) == [1]
-    for text in (json.dumps({"gate": "closed"}), "{", "[]"):
+    for text in (json.dumps({"gate": "closed", "model": ""}), json.dumps({"gate": "open"}), "{", "[]"):
         time.sleep(0.02)
         file.write_text(text)
         assert load(adapter, [1]) == [], text
+    # Another model is served now: its chunks are live, those of the first are not evicted any more.
+    time.sleep(0.02)
+    file.write_text(json.dumps({"gate": "open", "model": "n-kvp-1"}))
+    assert store(adapter, [2], model="n-kvp-1").is_successful()
+    assert load(adapter, [2], model="n-kvp-1") == [2]
+    assert load(adapter, [1]) == []
+    assert adapter.store.usage().dead == path(1, root).stat().st_blocks * 512
+    time.sleep(0.02)
+    file.write_text(admitted)
+    load(adapter, [1])
+    time.sleep(0.5)
+    assert load(adapter, [1]) == [1]
     adapter.close()
 
 
@@ -286,11 +443,28 @@ def full_disk(_):
     adapter.close()
 
 
+def interface():
+    for kind in (L2AdapterInterface, L2AdapterConfigBase, MemoryObj, Bitmap):
+        for name, member in sorted(vars(kind).items()):
+            if callable(member) and not name.startswith("__"):
+                print(
+                    f"{kind.__name__}.{name}{inspect.signature(member)}"
+                    if inspect.isfunction(member)
+                    else f"{kind.__name__}.{name}"
+                )
+    for kind in (ObjectKey, AdapterUsage, L2StoreResult):
+        fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+        print(kind.__name__, inspect.signature(kind), *(f"{field.name}: {field.type}" for field in fields))
+
+
 def main():
+    if "--interface" in sys.argv:
+        interface()
+        return
     adapter = opened()
     checks = (
-        *(there_and_back, damage, another_layout, another_release, one_server, wrong_parameters, codecs, budget),
-        *(only_live, gate, full_disk, reopened),
+        *(there_and_back, damage, another_layout, another_release, one_server, wrong_parameters, environment),
+        *(codecs, budget, kill_9, quotas, only_live, gate, recency, saved_index, cleaned_up, full_disk, reopened),
     )
     for check in checks:
         check(adapter)

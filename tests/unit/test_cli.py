@@ -32,7 +32,7 @@ def admin(tmp_path, monkeypatch, capsys):
 
 def test_status_of_a_host_that_caches(admin):
     state.write("vllm", {"caching": True, "reason": ""}, str(admin.path))
-    state.write("gate", {"gate": "open", "reason": "", "differences": []}, str(admin.path))
+    state.write("gate", {"gate": "open", "reason": "", "differences": [], "model": "m"}, str(admin.path))
     code, out, _ = admin("status")
     assert (code, out.splitlines()[0]) == (0, "cached")
     code, out, _ = admin("status", "--json")
@@ -45,7 +45,9 @@ def test_status_says_each_reason(admin):
     assert "vLLM was never started" in out
     assert "the gate never ran" in out
     state.write("vllm", {"caching": False, "reason": "lmcache did not answer"}, str(admin.path))
-    state.write("gate", {"gate": "refused", "reason": "no", "differences": ["block_size: 1, 2"]}, str(admin.path))
+    state.write(
+        "gate", {"gate": "refused", "reason": "no", "differences": ["block_size: 1, 2"], "model": ""}, str(admin.path)
+    )
     code, out, _ = admin("status")
     assert (code, out.splitlines()[0]) == (1, "UNCACHED")
     assert "vLLM serves uncached: lmcache did not answer" in out

@@ -23,7 +23,7 @@ PLAYBOOK = """
               'model': pins | sikkatu.kvpersist.kvp_model_name,
               'chunk': (pins | sikkatu.kvpersist.kvp_identity).chunk_size,
               'env': {'A': 'x y'} | sikkatu.kvpersist.kvp_env_file,
-              'l2': '/kv' | sikkatu.kvpersist.kvp_l2_adapter(4) | from_json,
+              'l2': '/kv' | sikkatu.kvpersist.kvp_l2_adapter(4, adapter='nixl_store_dynamic') | from_json,
               'kv': '::1' | sikkatu.kvpersist.kvp_kv_transfer(5555) | from_json} | to_json }}
 """
 

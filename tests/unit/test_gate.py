@@ -260,10 +260,21 @@ def test_a_server_that_hangs_while_vllm_is_connected_is_refused(host):
     host(status())
     Server.answer = []
     for _ in range(gate.UNANSWERED_LOOKS - 1):
-        host.watch.step(connected=True)
+        host.watch.step(frozenset({"vllm"}))
     assert host.watch.shown["gate"] == "closed"
-    host.watch.step(connected=True)
+    host.watch.step(frozenset({"vllm"}))
     assert host.watch.shown["gate"] == "refused"
+
+
+def test_a_server_that_is_busy_changes_nothing_for_the_vllm_that_was_judged(host):
+    Server.answer = status()
+    host.watch.step(frozenset({"vllm"}))
+    assert (host.watch.shown["gate"], host.watch.shown["model"]) == ("open", IDENTITY.lmcache_model_name())
+    Server.answer = []
+    host.watch.step(frozenset({"vllm"}))
+    assert host.watch.shown["gate"] == "open"
+    host.watch.step(frozenset({"vllm", "another"}))
+    assert (host.watch.shown["gate"], host.watch.shown["model"]) == ("closed", "")
 
 
 def test_a_server_that_restarts_is_not(host):
@@ -271,9 +282,9 @@ def test_a_server_that_restarts_is_not(host):
     host(status())
     Server.answer = []
     for _ in range(gate.UNANSWERED_LOOKS * 2):
-        host.watch.step(connected=False)
+        host.watch.step()
     for _ in range(gate.UNANSWERED_LOOKS - 1):
-        host.watch.step(connected=True)
+        host.watch.step(frozenset({"vllm"}))
     assert host.watch.shown["gate"] == "closed"
     assert host.stopped == []
     assert host(status())["gate"] == "open"
@@ -312,7 +323,7 @@ def test_odd_state_files_are_as_good_as_none(host, tmp_path):
 def test_a_gate_that_was_stopped_is_closed(tmp_path, monkeypatch, before, after):
     """But a refusal stands: it is why the server is down."""
     monkeypatch.setattr(gate.state, "RUN_DIR", str(tmp_path))
-    state.write("gate", {"gate": before, "reason": "", "differences": []}, str(tmp_path))
+    state.write("gate", {"gate": before, "reason": "", "differences": [], "model": ""}, str(tmp_path))
     gate.main(["stopped"])
     assert state.read("gate", str(tmp_path))["gate"] == after
 

@@ -48,19 +48,45 @@ def test_bad_names_are_refused(name):
         render.env_file({name: "x"})
 
 
+STOCK = "nixl_store_dynamic"
+
+
+def test_l2_adapter_is_the_plugin():
+    adapter = json.loads(render.l2_adapter("/kv", "4", reserve_gb=0.5, quotas_gb={"a-kvp-1": "1.5"}, fsync="none"))
+    assert adapter["type"] == "plugin"
+    assert "eviction" not in adapter
+    assert adapter["adapter_params"] == {
+        "root": "/kv",
+        "budget_bytes": 4 * render.GB,
+        "reserve_bytes": render.GB // 2,
+        "quotas": {"a-kvp-1": 1500000000},
+        "trigger_watermark": 0.9,
+        "eviction_ratio": 0.1,
+        "fsync": "none",
+        "gate_file": "/run/kvpersist/gate.json",
+    }
+
+
 def test_l2_adapter_has_the_types_that_lmcache_reads():
-    adapter = json.loads(render.l2_adapter("/kv", 1500))
+    adapter = json.loads(render.l2_adapter("/kv", 1500, adapter=STOCK))
     assert adapter["backend_params"] == {"file_path": "/kv", "use_direct_io": "false", "max_capacity_gb": "1396.983"}
     assert adapter["eviction"] == {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}
     assert adapter["persist_enabled"] is True
-    direct = json.loads(render.l2_adapter("/kv", "4", direct_io=True))
+    direct = json.loads(render.l2_adapter("/kv", "4", adapter=STOCK, direct_io=True))
     assert direct["backend_params"]["use_direct_io"] == "true"
 
 
 def test_l2_budget_is_never_rounded_up():
     for size in (0.01, 1, 4, 999.99, 1500):
-        capacity = float(json.loads(render.l2_adapter("/kv", size))["backend_params"]["max_capacity_gb"])
+        capacity = float(json.loads(render.l2_adapter("/kv", size, adapter=STOCK))["backend_params"]["max_capacity_gb"])
         assert capacity * render.GIB <= size * render.GB
+
+
+def test_the_stock_adapter_takes_no_codec_and_no_quotas():
+    with pytest.raises(ValueError, match="^serde is 'zstd'; allowed with nixl_store_dynamic: none"):
+        render.l2_adapter("/kv", 4, adapter=STOCK, serde="zstd")
+    with pytest.raises(ValueError, match="^quotas_gb is .* knows no quotas"):
+        render.l2_adapter("/kv", 4, adapter=STOCK, quotas_gb={"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -75,6 +101,10 @@ def test_l2_budget_is_never_rounded_up():
         {"trigger_watermark": 1.5},
         {"eviction_ratio": 2},
         {"adapter": "fs"},
+        {"serde": "fp8"},
+        {"serde": "turboquant"},
+        {"fsync": "always"},
+        {"reserve_gb": -1},
         {"cache_root": "kv"},
     ],
 )

@@ -33,7 +33,7 @@ def opened(root, budget=10**9, free=10**12, **more):
 
 def stored(store, root, chunk, size=SIZE):
     """As the adapter stores: promise, write, keep."""
-    if not store.promise(size):
+    if not store.promise(size, chunk.model_name):
         return False
     write(root, chunk, size=size)
     store.keep(chunk, size, size)
@@ -151,6 +151,105 @@ def test_a_chunk_stored_again_is_counted_once(tmp_path):
         assert (store.usage().live, store.index.count) == (size, 1)
     store.forget(key(1), to_quarantine=True)
     assert (store.usage().live, store.usage().quarantine, store.has(key(1))) == (0, SIZE, False)
+
+
+def test_what_others_take_does_not_make_the_live_chunks_leave_one_by_one(tmp_path):
+    """The watermark is of what the live chunks may take: near a full disk they still fill it."""
+    for number in range(16):
+        write(tmp_path, key(number, model=DEAD), age=100)
+    store = opened(tmp_path, budget=20 * SIZE)
+    for number in range(30):
+        assert stored(store, tmp_path, key(number))
+        assert store.index.count == min(number + 1, 3)
+    assert not stored(store, tmp_path, key(99), size=5 * SIZE)
+    assert store.index.count == 3  # nothing left for what could not come
+
+
+def test_a_quota_bounds_one_model_name(tmp_path):
+    store = Store(str(tmp_path), ["*"], 100 * SIZE, quotas={LIVE: 4 * SIZE}, free_bytes=lambda: 10**12)
+    store.scan()
+    for number in range(10):
+        assert stored(store, tmp_path, key(number))
+        assert stored(store, tmp_path, key(number, model=DEAD))
+        assert store.index.bytes_of(LIVE) <= 4 * SIZE
+    assert store.index.bytes_of(DEAD) == 10 * SIZE
+    assert not stored(store, tmp_path, key(99), size=5 * SIZE)
+
+
+def test_a_decorated_name_belongs_to_its_model(tmp_path):
+    write(tmp_path, key(1, model=f"{LIVE}##dcp-2"))
+    assert opened(tmp_path).has(key(1, model=f"{LIVE}##dcp-2"))
+
+
+def test_the_index_is_saved_and_taken_only_for_the_same_root(tmp_path):
+    (tmp_path / ".kvpersist/quarantine").mkdir(parents=True)
+    for number in range(5):
+        for rank in range(3):
+            write(tmp_path, key(number, rank, salt="s" * number), age=number)
+    write(tmp_path, key(7, model=DEAD))
+    store = opened(tmp_path)
+    store.save()
+    again = Store(str(tmp_path), [LIVE], 10**9)
+    assert again.open()
+    assert list(again.index.oldest_sets()) == list(store.index.oldest_sets())
+    size = (tmp_path / ".kvpersist/index").stat().st_blocks * 512
+    assert (again.usage().live, again.usage().foreign) == (store.usage().live, store.usage().foreign + size)
+    assert stored(again, tmp_path, key(8, salt="new"))
+    assert not Store(str(tmp_path), [LIVE], 10**9).open()
+    again.save()
+    assert Store(str(tmp_path), [LIVE], 10**9).open()
+    assert not Store(str(tmp_path), [DEAD], 10**9).open()
+    (tmp_path / ".kvpersist/changed").touch()
+    assert not Store(str(tmp_path), [LIVE], 10**9).open()
+
+
+@pytest.mark.parametrize("damage", [lambda d: b"", lambda d: d[:-1], lambda d: d[:-1] + b"!", lambda d: b"{}\n" + d])
+def test_a_damaged_index_is_not_taken(tmp_path, damage):
+    (tmp_path / ".kvpersist/quarantine").mkdir(parents=True)
+    write(tmp_path, key(1))
+    opened(tmp_path).save()
+    saved = tmp_path / ".kvpersist/index"
+    saved.write_bytes(damage(saved.read_bytes()))
+    store = Store(str(tmp_path), [LIVE], 10**9)
+    assert not store.open()
+    assert store.has(key(1))
+
+
+def test_the_store_is_used_while_the_root_is_read(tmp_path, monkeypatch):
+    """What came or left meanwhile is in the new index as it is on the disk."""
+    for number in range(3):
+        write(tmp_path, key(number), age=100)
+    store = opened(tmp_path)
+    read = store._read
+
+    def slow():
+        found = read()
+        assert stored(store, tmp_path, key(9))
+        (tmp_path / file_name(key(0))).unlink()
+        store.forget(key(0))
+        return found
+
+    monkeypatch.setattr(store, "_read", slow)
+    store.scan()
+    assert [store.has(key(number)) for number in (0, 1, 2, 9)] == [False, True, True, True]
+    assert store.usage().live == 3 * SIZE
+
+
+def test_a_use_is_written_to_the_file(tmp_path):
+    write(tmp_path, key(1), age=900)
+    write(tmp_path, key(2), age=100)
+    store = opened(tmp_path)
+    store.stamp([key(1)])
+    assert [members[0][0] for members in opened(tmp_path).index.oldest_sets()] == [key(2), key(1)]
+
+
+def test_a_file_that_cannot_be_read_goes_on_counting(tmp_path):
+    write(tmp_path, key(1))
+    store = opened(tmp_path)
+    store.set_aside(key(1))
+    assert (store.usage().live, store.usage().foreign) == (0, SIZE)
+    assert stored(store, tmp_path, key(1))
+    assert (store.usage().live, store.usage().foreign) == (SIZE, 0)
 
 
 def test_all_namespaces_can_be_live(tmp_path):

@@ -166,7 +166,8 @@ class Gate:
         self.config_dir = config_dir
         self.run_dir = run_dir
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self.connected = False
+        self.seen: FrozenSet[str] = frozenset()
+        self.judged: Optional[FrozenSet[str]] = None
         self.unanswered = 0
         self.shown = state.read("gate", run_dir)
         if self.shown is not None:
@@ -182,9 +183,10 @@ class Gate:
         return document if isinstance(document, Mapping) else None
 
     def look(self) -> Dict[str, Any]:
-        """``{"gate": "open" | "closed" | "refused", "reason": ..., "differences": [...]}``.
+        """``{"gate": "open" | "closed" | "refused", "reason": ..., "differences": [...], "model": ...}``.
 
         Closed means that nothing is registered under the pinned name. What cannot be judged is refused.
+        ``model`` is the name that an open gate admits.
         """
         try:
             return self._look()
@@ -207,7 +209,7 @@ class Gate:
         status = self.status(config["lmcache_url"])
         if status is None:
             return self._unanswered()
-        self.unanswered = 0
+        self.unanswered, self.judged = 0, self.seen
         pins, seen = dict(identity.items), registrations(status, identity.lmcache_model_name())
         if not seen:
             return _state("closed", f"no vLLM is registered as {identity.lmcache_model_name()}")
@@ -225,21 +227,26 @@ class Gate:
                 return _state("closed", "the disk is full: the manifest cannot be written (kvp-admin status)")
         if found:
             return _state("refused", "the registered vLLM is not the one that was pinned", found)
-        return _state("open", "")
+        return _state("open", "", model=identity.lmcache_model_name())
 
     def _unanswered(self) -> Dict[str, Any]:
-        """A refusal stands while the server is down: it is why. One that hangs while vLLM talks to it is one too."""
+        """A refusal stands while the server is down: it is why. One that hangs while vLLM talks to it is one too.
+
+        A server that is too busy to answer changes nothing, as long as the same vLLM is connected.
+        """
         # A server that starts takes connections before it answers: only a long silence counts.
-        self.unanswered = self.unanswered + 1 if self.connected else 0
+        self.unanswered = self.unanswered + 1 if self.seen else 0
         if self.shown is not None and self.shown["gate"] == "refused":
             return self.shown
         if self.unanswered >= UNANSWERED_LOOKS:
             return _state("refused", "vLLM is connected to an lmcache server that does not answer the gate")
+        if self.shown is not None and self.shown["gate"] == "open" and self.seen and self.seen == self.judged:
+            return self.shown
         return _state("closed", "the lmcache server does not answer")
 
-    def step(self, connected: bool = False) -> None:
-        """One look; ``connected`` says whether anybody talks to the server."""
-        self.connected = connected
+    def step(self, seen_connections: FrozenSet[str] = frozenset()) -> None:
+        """One look; the far ends of the connections to the server say who talks to it."""
+        self.seen = seen_connections
         seen = self.look()
         if seen["gate"] == "refused" and seen is not self.shown:
             # The stock adapter knows no gate: only a stopped server serves and stores nothing. A vLLM
@@ -261,8 +268,8 @@ def _invocation() -> str:
     return shown.get("InvocationID", "") if shown.get("ActiveState") in ("active", "activating", "reloading") else ""
 
 
-def _state(gate: str, reason: str, found: Optional[List[str]] = None) -> Dict[str, Any]:
-    return {"gate": gate, "reason": reason, "differences": found or []}
+def _state(gate: str, reason: str, found: Optional[List[str]] = None, model: str = "") -> Dict[str, Any]:
+    return {"gate": gate, "reason": reason, "differences": found or [], "model": model}
 
 
 def connections(port: int, tables: Sequence[str] = ("/proc/net/tcp", "/proc/net/tcp6")) -> FrozenSet[str]:
@@ -311,7 +318,7 @@ def main(words: Sequence[str]) -> None:
     while True:
         seen = connections(port)
         if pace.due(time.monotonic(), seen):
-            gate.step(bool(seen))
+            gate.step(seen)
         time.sleep(TICK_SECONDS)
 
 

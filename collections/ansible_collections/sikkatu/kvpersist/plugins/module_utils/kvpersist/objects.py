@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable, Optional, Tuple
 
 PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
@@ -50,10 +50,7 @@ class ChunkKey:
     salt: str = ""
 
 
-_NAME = re.compile(
-    r"(?P<model>[^@]+)_(?P<rank>[0-9a-f]{8})_(?P<group>0|[1-9a-f][0-9a-f]*)_(?P<hash>(?:[0-9a-f]{2}){4,64})"
-    r"(?:@(?P<salt>[^@/\\\0]{1,128}))?\.bin"
-)
+_NAME = re.compile(r"([^@]+)_([0-9a-f]{8})_(0|[1-9a-f][0-9a-f]*)_([0-9a-f]{8,128})(?:@([^@/\\\0]{1,128}))?\.bin")
 _TEMP = re.compile(r".+\.bin\.tmp\.[0-9a-f]+")
 #: Longest name of a Linux file, in bytes.
 NAME_MAX = 255
@@ -66,18 +63,27 @@ def file_name(key: ChunkKey) -> str:
     return f"{model}_{key.kv_rank:08x}_{key.object_group:x}_{key.chunk_hash.hex()}{salt}.bin"
 
 
-def parse_name(name: str) -> Optional[ChunkKey]:
-    """The key of a file name; None for a file that is no chunk. ``a/b`` comes back as ``a--b``."""
+def split_name(name: str) -> Optional[Tuple[str, bytes, int, int, str]]:
+    """The parts of a chunk's file name in the order of :class:`ChunkKey`; None for another file."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    return ChunkKey(
-        match["model"],
-        bytes.fromhex(match["hash"]),
-        int(match["rank"], 16),
-        int(match["group"], 16),
-        match["salt"] or "",
-    )
+    model, rank, group, chunk_hash, salt = match.groups()
+    if len(chunk_hash) % 2:
+        return None
+    return model, bytes.fromhex(chunk_hash), int(rank, 16), int(group, 16), salt or ""
+
+
+def parse_name(name: str) -> Optional[ChunkKey]:
+    """The key of a file name; None for a file that is no chunk. ``a/b`` comes back as ``a--b``."""
+    parts = split_name(name)
+    return None if parts is None else ChunkKey(*parts)
+
+
+def base_model(model_name: str) -> str:
+    """The name that was pinned: LMCache appends ``##...`` to it for some layouts
+    (``get_dcp_decorated_model_name``)."""
+    return model_name.split("##", 1)[0]
 
 
 def is_temp(name: str) -> bool:

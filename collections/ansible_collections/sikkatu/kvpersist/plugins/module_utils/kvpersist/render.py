@@ -7,6 +7,8 @@ import re
 from typing import Any, Dict, List, Mapping, Optional
 from urllib.parse import urlsplit
 
+from .objects import CODECS
+
 GIB = 1024**3
 GB = 10**9
 
@@ -14,8 +16,12 @@ CONNECTOR = "LMCacheMPConnector"
 #: Without it vLLM takes its own, older connector of the same name.
 CONNECTOR_MODULE_PATH = "lmcache.integration.vllm.lmcache_mp_connector"
 
-#: The adapters, and what a cache file of each is (see ``identity.STORE_FORMATS``).
-L2_ADAPTERS = {"nixl_store_dynamic": "raw"}
+#: The disk adapters that can be rendered; the first is the product's own.
+L2_ADAPTERS = ("kvpersist", "nixl_store_dynamic")
+#: What is flushed before a chunk counts as stored: nothing, its file, its directory entry too.
+FSYNC = ("none", "file", "file+dir")
+#: Where the gate says whether the store may be used; its plugin reads it.
+GATE_FILE = "/run/kvpersist/gate.json"
 
 
 def env_file(variables: Mapping[str, object]) -> str:
@@ -98,48 +104,83 @@ def serve_args(pins: Mapping[str, Any]) -> List[str]:
 def l2_adapter(
     cache_root: str,
     l2_size_gb: float,
-    adapter: str = "nixl_store_dynamic",
+    adapter: str = "kvpersist",
     trigger_watermark: float = 0.9,
     eviction_ratio: float = 0.1,
+    serde: str = "none",
+    fsync: str = "file",
+    reserve_gb: float = 0,
+    quotas_gb: Optional[Mapping[str, float]] = None,
     direct_io: bool = False,
 ) -> str:
     """Value of ``lmcache server --l2-adapter``.
 
-    ``l2_size_gb`` is the budget in GB of 10^9 bytes; LMCache counts ``max_capacity_gb`` in
-    GiB (``DynamicNixlStoreL2Adapter``), so it is converted, rounded down. Every value of
-    ``backend_params`` is a string there, and without an ``eviction`` block nothing is ever
-    evicted. Raises ValueError for a value out of range.
+    Sizes are GB of 10^9 bytes: ``l2_size_gb`` the budget, ``reserve_gb`` what stays free on the
+    disk, ``quotas_gb`` what a model name may take. ``serde`` is only checked: the plugin reads
+    LMCACHE_L2_SERDE and KVP_MODEL, so that each stands in one place. Raises ValueError for a
+    value out of range, and for one that the adapter does not know.
     """
     if adapter not in L2_ADAPTERS:
         raise ValueError(f"adapter is {adapter!r}; allowed: {', '.join(L2_ADAPTERS)}")
     if not str(cache_root).startswith("/"):
         raise ValueError(f"cache_root is {cache_root!r}; allowed: an absolute path")
-    capacity = _number("l2_size_gb", l2_size_gb) * GB / GIB
+    budget = _number("l2_size_gb", l2_size_gb)
     watermark = _number("trigger_watermark", trigger_watermark)
     ratio = _number("eviction_ratio", eviction_ratio)
-    if not capacity >= 0.001:
+    if not budget >= 0.01:
         raise ValueError(f"l2_size_gb is {l2_size_gb!r}; allowed: a number of GB, at least 0.01")
     if not 0 < watermark <= 1:
         raise ValueError(f"trigger_watermark is {trigger_watermark!r}; allowed: above 0, at most 1")
     if not 0 < ratio <= 1:
         raise ValueError(f"eviction_ratio is {eviction_ratio!r}; allowed: above 0, at most 1")
+    if serde not in CODECS:
+        raise ValueError(f"serde is {serde!r}; allowed: {', '.join(CODECS)}. A lossy one would change what is served")
+    if adapter == "nixl_store_dynamic":
+        if serde != "none":
+            raise ValueError(f"serde is {serde!r}; allowed with {adapter}: none (it pads each file to full size)")
+        if quotas_gb:
+            raise ValueError(f"quotas_gb is {dict(quotas_gb)!r}; {adapter} knows no quotas, allowed: {{}}")
+        return _compact(_nixl_store_dynamic(str(cache_root), budget, watermark, ratio, direct_io))
+    if fsync not in FSYNC:
+        raise ValueError(f"fsync is {fsync!r}; allowed: {', '.join(FSYNC)}")
+    quotas = {str(name): int(_number(f"quota of {name}", size) * GB) for name, size in (quotas_gb or {}).items()}
     return _compact(
         {
-            "type": adapter,
-            "backend": "POSIX",
-            "backend_params": {
-                "file_path": str(cache_root),
-                "use_direct_io": "true" if direct_io else "false",
-                "max_capacity_gb": f"{int(capacity * 1000) / 1000:.3f}",
-            },
-            "eviction": {
-                "eviction_policy": "LRU",
+            "type": "plugin",
+            "module_path": "kvpersist_lmcache",
+            "class_name": "StoreAdapter",
+            "config_class_name": "StoreAdapterConfig",
+            "adapter_params": {
+                "root": str(cache_root),
+                "budget_bytes": int(budget * GB),
+                "reserve_bytes": int(_number("reserve_gb", reserve_gb) * GB),
+                "quotas": quotas,
                 "trigger_watermark": watermark,
                 "eviction_ratio": ratio,
+                "fsync": fsync,
+                "gate_file": GATE_FILE,
             },
-            "persist_enabled": True,
         }
     )
+
+
+def _nixl_store_dynamic(root: str, budget_gb: float, watermark: float, ratio: float, direct_io: bool) -> Dict[str, Any]:
+    """LMCache's own adapter (``DynamicNixlStoreL2Adapter``).
+
+    It counts ``max_capacity_gb`` in GiB, so the budget is converted, rounded down. Every value
+    of ``backend_params`` is a string, and without an ``eviction`` block nothing is ever evicted.
+    """
+    return {
+        "type": "nixl_store_dynamic",
+        "backend": "POSIX",
+        "backend_params": {
+            "file_path": root,
+            "use_direct_io": "true" if direct_io else "false",
+            "max_capacity_gb": f"{int(budget_gb * GB / GIB * 1000) / 1000:.3f}",
+        },
+        "eviction": {"eviction_policy": "LRU", "trigger_watermark": watermark, "eviction_ratio": ratio},
+        "persist_enabled": True,
+    }
 
 
 def server_host(host: str) -> str:

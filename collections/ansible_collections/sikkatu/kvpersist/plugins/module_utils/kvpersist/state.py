@@ -16,7 +16,7 @@ METRICS_FILE = "kvpersist.prom"
 
 _KEYS: Mapping[str, Mapping[str, type]] = {
     "vllm": {"caching": bool, "reason": str},
-    "gate": {"gate": str, "reason": str, "differences": list},
+    "gate": {"gate": str, "reason": str, "differences": list, "model": str},
 }
 
 

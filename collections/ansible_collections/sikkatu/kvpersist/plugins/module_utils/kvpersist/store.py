@@ -3,26 +3,49 @@
 Sizes are disk bytes (allocated blocks). Only chunks of the live namespaces are ever evicted;
 everything else in the root is counted, and left to ``kvp-admin cleanup``. Opening a store
 deletes nothing, however full it is.
+
+The last use of a chunk is the modification time of its file, so that it outlives restarts and
+every tool sees the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import stat
 import struct
 import threading
-from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+import time
+import zlib
+from array import array
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
-from .objects import ChunkKey, file_name, is_temp, parse_name
+from .objects import ChunkKey, base_model, file_name, is_temp, split_name
 
 #: Product files live below the root in here; quarantine is a directory of it.
 PRODUCT_DIR = ".kvpersist"
 QUARANTINE_DIR = f"{PRODUCT_DIR}/quarantine"
+#: The index as it was when the server stopped.
+INDEX_FILE = f"{PRODUCT_DIR}/index"
+#: ``kvp-admin cleanup`` touches it: what the server counted is not true any more.
+CHANGED_FILE = f"{PRODUCT_DIR}/changed"
 
-#: Files of the product beside the chunks: counted as foreign, never touched.
+#: Among the live names: every one.
 ALL_NAMESPACES = "*"
 
+#: A use is written to the file at most this often (seconds).
+TOUCH_SECONDS = 60.0
+#: Sets that leave at once.
+EVICTION_BATCH = 64
+#: A root that others may have emptied is read again at most this often (seconds).
+RESCAN_SECONDS = 60.0
+
 _MEMBER = struct.Struct("<IHQ")  # kv_rank, object group, disk bytes
+_FOUND = struct.Struct(">QIHQ")  # modification time in ns, then a member; sorts by age as bytes
+_INDEX_VERSION = 1
 
 
 @dataclass
@@ -46,68 +69,94 @@ class Index:
     """
 
     def __init__(self) -> None:
-        self._sets: Dict[bytes, bytes] = {}
-        self._models: Dict[str, int] = {}
-        self._names: List[str] = []
+        self.sets: Dict[bytes, bytes] = {}
+        self.names: List[str] = []
+        self.model_bytes: List[int] = []
         self.count = 0
-        self.bytes = 0
+        self._numbers: Dict[str, int] = {}
+
+    def total(self) -> int:
+        """Disk bytes of all chunks."""
+        return sum(self.model_bytes)
+
+    def bytes_of(self, model_name: str) -> int:
+        """Disk bytes of one model name's chunks."""
+        number = self._numbers.get(model_name)
+        return 0 if number is None else self.model_bytes[number]
+
+    def set_name(self, model_name: str, chunk_hash: bytes, salt: str) -> bytes:
+        """What a set is found by: number of the model name, length of the hash, hash, salt."""
+        number = self._numbers.get(model_name)
+        if number is None:
+            number = self._numbers[model_name] = len(self.names)
+            self.names.append(model_name)
+            self.model_bytes.append(0)
+        return b"%c%c%c" % (number >> 8, number & 255, len(chunk_hash)) + chunk_hash + salt.encode()
 
     def _set(self, key: ChunkKey) -> bytes:
-        number = self._models.get(key.model_name)
-        if number is None:
-            number = self._models[key.model_name] = len(self._names)
-            self._names.append(key.model_name)
-        return b"%c%c%c" % (number >> 8, number & 255, len(key.chunk_hash)) + key.chunk_hash + key.salt.encode()
+        return self.set_name(key.model_name, key.chunk_hash, key.salt)
 
     def get(self, key: ChunkKey) -> Optional[int]:
         """Disk bytes of the chunk's file, None when it is not here."""
-        members = self._sets.get(self._set(key))
+        members = self.sets.get(self._set(key))
         if members is not None:
             for rank, group, size in _MEMBER.iter_unpack(members):
-                if (rank, group) == (key.kv_rank, key.object_group):
+                if rank == key.kv_rank and group == key.object_group:
                     return int(size)
         return None
 
     def add(self, key: ChunkKey, disk_bytes: int) -> None:
         """Add a chunk, or give it another size; its set becomes the newest."""
         self.discard(key)
-        name = self._set(key)
-        members = self._sets.pop(name, b"")
-        self._sets[name] = members + _MEMBER.pack(key.kv_rank, key.object_group, disk_bytes)
+        self.append(self._set(key), _MEMBER.pack(key.kv_rank, key.object_group, disk_bytes), disk_bytes)
+
+    def append(self, name: bytes, member: bytes, disk_bytes: int) -> None:
+        """Add a packed member that is not here yet to the set of that name, which becomes the newest."""
+        members = self.sets.pop(name, None)
+        self.sets[name] = member if members is None else members + member
+        self.model_bytes[name[0] << 8 | name[1]] += disk_bytes
         self.count += 1
-        self.bytes += disk_bytes
 
     def discard(self, key: ChunkKey) -> int:
         """Forget a chunk; its disk bytes, 0 when it was not here."""
         name = self._set(key)
-        members = self._sets.get(name)
-        for at in range(0, len(members or b""), _MEMBER.size):
-            rank, group, size = _MEMBER.unpack_from(members or b"", at)
+        members = self.sets.get(name, b"")
+        for at in range(0, len(members), _MEMBER.size):
+            rank, group, size = _MEMBER.unpack_from(members, at)
             if (rank, group) == (key.kv_rank, key.object_group):
-                left = (members or b"")[:at] + (members or b"")[at + _MEMBER.size :]
+                left = members[:at] + members[at + _MEMBER.size :]
                 if left:
-                    self._sets[name] = left
+                    self.sets[name] = left
                 else:
-                    del self._sets[name]
+                    del self.sets[name]
+                self.model_bytes[name[0] << 8 | name[1]] -= size
                 self.count -= 1
-                self.bytes -= size
                 return int(size)
         return 0
 
-    def touch(self, key: ChunkKey) -> None:
-        """Make the chunk's set the newest."""
+    def touch(self, key: ChunkKey) -> bool:
+        """Make the chunk's set the newest; False when the chunk is not here."""
         name = self._set(key)
-        members = self._sets.pop(name, None)
-        if members is not None:
-            self._sets[name] = members
+        members = self.sets.get(name)
+        if members is None:
+            return False
+        if len(members) == _MEMBER.size:  # the usual set has one member
+            rank, group, _ = _MEMBER.unpack(members)
+            here = bool(rank == key.kv_rank and group == key.object_group)
+        else:
+            here = self.get(key) is not None
+        if here:
+            del self.sets[name]
+            self.sets[name] = members
+        return here
 
-    def oldest_sets(self) -> Iterator[List[Tuple[ChunkKey, int]]]:
-        """Whole sets with their disk bytes, oldest first; the index may change meanwhile."""
-        for name in list(self._sets):
-            members = self._sets.get(name)
-            if members is None:
+    def oldest_sets(self, model_name: str = "") -> Iterator[List[Tuple[ChunkKey, int]]]:
+        """Whole sets with their disk bytes, oldest first, of one model name or of all."""
+        number = self._numbers.get(model_name)
+        for name, members in self.sets.items():
+            if model_name and number != name[0] << 8 | name[1]:
                 continue
-            model, end = self._names[(name[0] << 8) | name[1]], 3 + name[2]
+            model, end = self.names[name[0] << 8 | name[1]], 3 + name[2]
             chunk_hash, salt = name[3:end], name[end:].decode()
             yield [
                 (ChunkKey(model, chunk_hash, rank, group, salt), int(size))
@@ -115,11 +164,28 @@ class Index:
             ]
 
 
+def walk(root: str, skip: Iterable[str] = ()) -> Iterator[Tuple[str, os.stat_result]]:
+    """Name and status of every entry of the root itself that is there and not in ``skip``."""
+    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with os.scandir(top) as entries:
+            for entry in entries:
+                if entry.name in skip:
+                    continue
+                try:
+                    yield entry.name, entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+    finally:
+        os.close(top)
+
+
 class Store:
     """The files of one cache root, for one server.
 
     ``budget_bytes`` bounds everything in the root, ``reserve_bytes`` of the file system stay
-    free. ``trigger_watermark`` and ``eviction_ratio`` are shares of that limit.
+    free, ``quotas`` bound single model names. ``trigger_watermark`` and ``eviction_ratio`` are
+    shares of each limit.
     """
 
     def __init__(
@@ -130,6 +196,7 @@ class Store:
         reserve_bytes: int = 0,
         trigger_watermark: float = 0.9,
         eviction_ratio: float = 0.1,
+        quotas: Optional[Mapping[str, int]] = None,
         free_bytes: Optional[Callable[[], int]] = None,
     ) -> None:
         self.root = root
@@ -138,60 +205,119 @@ class Store:
         self.reserve_bytes = reserve_bytes
         self.trigger_watermark = trigger_watermark
         self.eviction_ratio = eviction_ratio
+        self.quotas = dict(quotas or {})
         self.lock = threading.RLock()
         self.index = Index()
         self.other = Usage()
         self.pinned: Dict[ChunkKey, int] = {}
         self.promised = 0
         self.evicted = 0
+        #: Disk bytes of files that stay under their names, but hold nothing that can be read.
+        self.aside: Dict[ChunkKey, int] = {}
+        #: Names of the files that are being written.
+        self.writing: Set[str] = set()
+        #: What happened to the index while the root is being read; None when it is not.
+        self._journal: Optional[List[Tuple[ChunkKey, Optional[int]]]] = None
+        self._undeletable: Set[ChunkKey] = set()
+        self._refused = False
+        self._scanned_at = 0.0
+        self._changed_ns = 0
+        self._index_file_bytes = 0
+        self._touched: Set[ChunkKey] = set()
+        self._touched_since = 0.0
         self._free_bytes = free_bytes or self._free_on_disk
 
     # -- what is there -------------------------------------------------------------------
 
     def is_live(self, model_name: str) -> bool:
-        return ALL_NAMESPACES in self.live or model_name in self.live
+        return ALL_NAMESPACES in self.live or base_model(model_name) in self.live
 
     def path(self, key: ChunkKey) -> str:
         return os.path.join(self.root, file_name(key))
 
+    def open(self) -> bool:
+        """Take the saved index when the root is as it was left, else read the root; whether it was saved."""
+        if self._load():
+            return True
+        self.scan()
+        return False
+
     def scan(self) -> None:
-        """Read the root: the live chunks in age order, everything else as bytes. Deletes nothing."""
-        found: List[Tuple[float, ChunkKey, int]] = []
-        other = Usage()
-        for entry in os.scandir(self.root):
-            if entry.is_dir(follow_symlinks=False):
-                quarantine = entry.name == PRODUCT_DIR
-                for directory, _, names in os.walk(entry.path):
-                    size = sum(_disk_bytes(os.path.join(directory, name)) for name in names)
-                    if quarantine and directory.endswith(QUARANTINE_DIR):
-                        other.quarantine += size
+        """Read the root: the live chunks in age order, everything else as bytes. Deletes nothing.
+
+        The store may be used meanwhile, from other threads.
+        """
+        with self.lock:
+            if self._journal is not None:
+                return
+            self._journal = []
+        try:
+            changed_ns = self._changed_stamp()
+            index, other = self._read()
+            with self.lock:
+                for key, size in self._journal:
+                    if size is None:
+                        index.discard(key)
                     else:
-                        other.foreign += size
-                continue
-            try:
-                seen = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
+                        index.add(key, size)
+                self.index, self.other = index, other
+                self.aside.clear()
+                self._changed_ns, self._refused = changed_ns, False
+                self._index_file_bytes = _disk_bytes(os.path.join(self.root, INDEX_FILE))
+        finally:
+            self._scanned_at = time.monotonic()
+            self._journal = None
+
+    def _read(self) -> Tuple[Index, Usage]:
+        found: List[bytes] = []
+        index, other = Index(), Usage()
+        lives: Dict[str, bool] = {}
+        for name, seen in walk(self.root, self.writing):
             size = seen.st_blocks * 512
-            key = parse_name(entry.name) if entry.is_file(follow_symlinks=False) else None
-            if key is not None and self.is_live(key.model_name):
-                found.append((seen.st_mtime, key, size))
-            elif key is not None:
-                other.dead += size
-            elif is_temp(entry.name):
+            if stat.S_ISDIR(seen.st_mode):
+                self._read_directory(name, other)
+                continue
+            parts = split_name(name) if stat.S_ISREG(seen.st_mode) else None
+            if parts is not None:
+                model, chunk_hash, rank, group, salt = parts
+                live = lives.get(model)
+                if live is None:
+                    live = lives[model] = self.is_live(model)
+                if live and group <= 0xFFFF:
+                    used = max(seen.st_mtime_ns, 0)
+                    found.append(_FOUND.pack(used, rank, group, size) + index.set_name(model, chunk_hash, salt))
+                else:
+                    other.dead += size
+            elif is_temp(name):
                 other.temp += size
             else:
                 other.foreign += size
-        found.sort(key=lambda each: each[0])
-        with self.lock:
-            self.index, self.other = Index(), other
-            for _, key, size in found:
-                self.index.add(key, size)
+        found.sort(reverse=True)
+        while found:
+            packed = found.pop()
+            _, rank, group, size = _FOUND.unpack_from(packed)
+            index.append(packed[_FOUND.size :], _MEMBER.pack(rank, group, size), size)
+        return index, other
+
+    def _read_directory(self, name: str, other: Usage) -> None:
+        for directory, _, files in os.walk(os.path.join(self.root, name)):
+            size = sum(_disk_bytes(os.path.join(directory, file)) for file in files)
+            if directory == os.path.join(self.root, QUARANTINE_DIR):
+                other.quarantine += size
+            else:
+                other.foreign += size
+
+    def _changed_stamp(self) -> int:
+        try:
+            return os.stat(os.path.join(self.root, CHANGED_FILE)).st_mtime_ns
+        except OSError:
+            return 0
 
     def usage(self) -> Usage:
         with self.lock:
             seen = self.other
-            return Usage(self.index.bytes, seen.dead, seen.foreign, seen.temp, seen.quarantine)
+            foreign = seen.foreign + sum(self.aside.values())
+            return Usage(self.index.total(), seen.dead, foreign, seen.temp, seen.quarantine)
 
     def limit(self) -> int:
         """Bytes that the root may take now: the budget, or what the disk has above the reserve."""
@@ -203,6 +329,91 @@ class Store:
         shown = os.statvfs(self.root)
         return shown.f_bavail * shown.f_frsize
 
+    # -- the saved index -----------------------------------------------------------------
+
+    def _stamps(self) -> Dict[str, Any]:
+        """What changes with any file that comes to the root or leaves it."""
+        seen = os.stat(self.root)
+        quarantine = os.stat(os.path.join(self.root, QUARANTINE_DIR))
+        return {
+            "version": _INDEX_VERSION,
+            "root": [seen.st_dev, seen.st_ino, seen.st_mtime_ns],
+            "quarantine": quarantine.st_mtime_ns,
+            "changed": self._changed_stamp(),
+            "live": sorted(self.live),
+        }
+
+    def save(self) -> None:
+        """Write the index for the next start; a file that cannot be written only costs that start a scan.
+
+        One line of JSON, then lengths and texts of the sets. For a store that is not used any more.
+        """
+        path = os.path.join(self.root, INDEX_FILE)
+        if self.aside:
+            return  # a scan finds them
+        with self.lock:
+            sets = self.index.sets
+            lengths = [array("H", map(len, sets.keys())), array("I", map(len, sets.values()))]
+            body = b"".join([*(part.tobytes() for part in lengths), *sets.keys(), *sets.values()])
+            other = asdict(self.other)
+            other["foreign"] = max(other["foreign"] - self._index_file_bytes, 0)
+            try:
+                head = {
+                    **self._stamps(),
+                    "names": self.index.names,
+                    "model_bytes": self.index.model_bytes,
+                    "count": self.index.count,
+                    "sets": len(sets),
+                    "other": other,
+                    "crc": zlib.crc32(body),
+                }
+                with open(f"{path}.part", "wb") as file:
+                    os.fchmod(file.fileno(), 0o600)
+                    file.write(json.dumps(head).encode() + b"\n")
+                    file.write(body)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(f"{path}.part", path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{path}.part")
+
+    def _load(self) -> bool:
+        """Take the saved index. False when there is none, or none that is whole and of this root as it is."""
+        path = os.path.join(self.root, INDEX_FILE)
+        try:
+            with open(path, "rb") as file:
+                head = json.loads(file.readline())
+                stamps = self._stamps()
+                if any(head[key] != value for key, value in stamps.items()):
+                    return False
+                body = file.read()
+            if zlib.crc32(body) != head["crc"]:
+                return False
+            index = Index()
+            names, members = array("H"), array("I")
+            at = head["sets"] * names.itemsize
+            names.frombytes(body[:at])
+            members.frombytes(body[at : at + head["sets"] * members.itemsize])
+            at += head["sets"] * members.itemsize
+            cuts = list(accumulate([*names, *members], initial=at))
+            parts = [body[start:end] for start, end in zip(cuts, cuts[1:])]
+            index.sets = dict(zip(parts[: head["sets"]], parts[head["sets"] :]))
+            for name in head["names"]:
+                index.set_name(name, b"", "")
+            index.model_bytes = list(head["model_bytes"])
+            index.count = int(head["count"])
+            other = Usage(**head["other"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+            return False
+        with self.lock:
+            self.index, self.other = index, other
+            self._index_file_bytes = _disk_bytes(path)
+            self.other.foreign += self._index_file_bytes
+            self._changed_ns = stamps["changed"]
+            self._scanned_at = time.monotonic()
+        return True
+
     # -- use -----------------------------------------------------------------------------
 
     def has(self, key: ChunkKey) -> bool:
@@ -212,9 +423,8 @@ class Store:
     def pin(self, key: ChunkKey) -> bool:
         """Keep a chunk from eviction until :meth:`unpin`; it was used just now. False when it is not here."""
         with self.lock:
-            if self.index.get(key) is None:
+            if not self.index.touch(key):
                 return False
-            self.index.touch(key)
             self.pinned[key] = self.pinned.get(key, 0) + 1
             return True
 
@@ -226,58 +436,121 @@ class Store:
             else:
                 self.pinned.pop(key, None)
 
-    def promise(self, disk_bytes: int) -> bool:
+    def stamp(self, keys: Iterable[ChunkKey]) -> None:
+        """Note in their files that the chunks were used now, each at most once in TOUCH_SECONDS."""
+        now = time.monotonic()
+        with self.lock:
+            if now - self._touched_since > TOUCH_SECONDS:
+                self._touched.clear()
+                self._touched_since = now
+            fresh = [key for key in keys if key not in self._touched]
+            self._touched.update(fresh)
+        for key in fresh:
+            with contextlib.suppress(OSError):
+                os.utime(self.path(key), follow_symlinks=False)
+
+    def stale(self) -> bool:
+        """Whether the root has to be read again: it was cleaned up, or it was full and may have been emptied."""
+        age = time.monotonic() - self._scanned_at
+        return (age > 1 and self._changed_stamp() != self._changed_ns) or (age > RESCAN_SECONDS and self._refused)
+
+    def promise(self, disk_bytes: int, model_name: str = "") -> bool:
         """Make room for a file of that size: True when it may be written.
 
-        Evicts whole sets, least recently used first, once the watermark is passed; False when
-        even that is not enough. Each promise ends with :meth:`keep` or :meth:`give_back`.
+        Once the watermark of what the live chunks may take is passed, whole sets leave, least
+        recently used first. False when even that is not enough; then nothing left for it. Each
+        promise ends with :meth:`keep` or :meth:`give_back`.
         """
+        quota = self.quotas.get(model_name, self.quotas.get(base_model(model_name)))
+        scopes = [("", None)] if quota is None else [(model_name, quota), ("", None)]
+        for scope, bound in scopes:
+            self._make_room(disk_bytes, scope, bound)
         with self.lock:
-            limit = self.limit()
-            wanted = self.usage().total() + self.promised + disk_bytes
-            if wanted > self.trigger_watermark * limit:
-                target = (self.trigger_watermark - self.eviction_ratio) * limit
-                wanted -= self._evict(wanted - max(target, 0))
-            if wanted > limit:
-                return False
+            for scope, bound in scopes:
+                used, room = self._used_and_room(scope, bound)
+                if used + disk_bytes > room:
+                    self._refused = True
+                    return False
             self.promised += disk_bytes
             return True
+
+    def _used_and_room(self, scope: str, bound: Optional[int]) -> Tuple[int, int]:
+        """Bytes that the live chunks (of one model name) take, and what they may take."""
+        if bound is not None:
+            return self.index.bytes_of(scope) + self.promised, bound
+        live = self.index.total()
+        return live + self.promised, self.limit() - (self.usage().total() - live)
+
+    def _make_room(self, disk_bytes: int, scope: str, bound: Optional[int]) -> None:
+        left: Optional[float] = None
+        while left is None or left > 0:
+            # A lookup waits for the lock: not longer than a few removals take.
+            with self.lock:
+                if left is None:
+                    used, room = self._used_and_room(scope, bound)
+                    if disk_bytes > room or used + disk_bytes <= self.trigger_watermark * room:
+                        return
+                    left = used + disk_bytes - max((self.trigger_watermark - self.eviction_ratio) * room, 0)
+                freed = self._evict(left, scope)
+            if freed == 0:
+                return
+            left -= freed
 
     def keep(self, key: ChunkKey, promised_bytes: int, disk_bytes: int) -> None:
         """The promised file is there, under its name."""
         with self.lock:
             self.promised -= promised_bytes
+            self.aside.pop(key, None)
             self.index.add(key, disk_bytes)
+            self._note(key, disk_bytes)
 
     def give_back(self, promised_bytes: int) -> None:
         """The promised file was not written."""
         with self.lock:
             self.promised -= promised_bytes
 
-    def forget(self, key: ChunkKey, to_quarantine: bool = False) -> None:
-        """The chunk's file is gone from its name."""
+    def forget(self, key: ChunkKey, to_quarantine: bool = False) -> int:
+        """The chunk's file is gone from its name; its disk bytes."""
         with self.lock:
             size = self.index.discard(key)
+            self._note(key, None)
             if to_quarantine:
                 self.other.quarantine += size
+            return size
 
-    def _evict(self, wanted: float) -> int:
-        freed = 0
-        for members in self.index.oldest_sets():
-            if freed >= wanted:
+    def set_aside(self, key: ChunkKey) -> int:
+        """The chunk's file stays, but cannot be read now; its disk bytes, which go on counting."""
+        with self.lock:
+            size = self.forget(key)
+            self.aside[key] = size
+            return size
+
+    def _note(self, key: ChunkKey, disk_bytes: Optional[int]) -> None:
+        if self._journal is not None:
+            self._journal.append((key, disk_bytes))
+
+    def _evict(self, wanted: float, scope: str) -> int:
+        """Remove up to EVICTION_BATCH of the oldest sets, until that many bytes are free; bytes freed."""
+        chosen: List[Tuple[ChunkKey, int]] = []
+        sets = chosen_bytes = freed = 0
+        for members in self.index.oldest_sets(scope):
+            if chosen_bytes >= wanted or sets >= EVICTION_BATCH:
                 break
-            if any(key in self.pinned for key, _ in members):
+            if not any(key in self.pinned or key in self._undeletable for key, _ in members):
+                sets += 1
+                chosen += members
+                chosen_bytes += sum(size for _, size in members)
+        for key, size in chosen:
+            try:
+                os.unlink(self.path(key))
+            except FileNotFoundError:
+                pass
+            except OSError:  # such as a directory of that name: the next set may go
+                self._undeletable.add(key)
                 continue
-            for key, size in members:
-                try:
-                    os.unlink(self.path(key))
-                except FileNotFoundError:
-                    pass
-                except OSError:
-                    continue  # not freed; the next set may be
-                self.index.discard(key)
-                freed += size
-                self.evicted += 1
+            self.forget(key)
+            freed += size
+            self.evicted += 1
         return freed
 
 

@@ -11,9 +11,9 @@ import ctypes
 import errno
 import fcntl
 import json
-import logging
 import mmap
 import os
+import sys
 import threading
 import time
 import uuid
@@ -23,9 +23,11 @@ from typing import Any, Callable, Optional
 
 from crc32c import crc32c
 from kvpersist import objects as chunkfile
+from kvpersist import render
 from kvpersist.objects import ChunkKey, Frame, FrameError, UnknownFrame
 from kvpersist.store import PRODUCT_DIR, QUARANTINE_DIR, Store
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface, L2TaskId
@@ -36,15 +38,35 @@ from lmcache.v1.platform import create_event_notifier
 
 from . import codecs
 
-logger = logging.getLogger("kvpersist")
+logger = init_logger("kvpersist")
 
 #: Share of the budget that damaged files may take before the oldest of them leave.
 QUARANTINE_SHARE = 0.01
-FSYNC = ("none", "file", "file+dir")
+#: Length of ".tmp." and what makes the name of an unfinished file its own.
+TEMP_BYTES = 37
+
+
+class WrongSetting(ValueError):
+    """A setting that no restart repairs.
+
+    The server's web framework turns every failed start into the same exit status, and systemd
+    would try again for ever. So the main process of a unit (which SYSTEMD_EXEC_PID names) ends
+    at once, with a status that the unit does not restart after.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        if os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid()):
+            print(f"kvpersist: {text}", file=sys.stderr, flush=True)
+            os._exit(os.EX_CONFIG)
 
 
 class StoreAdapterConfig(L2AdapterConfigBase):
-    """``adapter_params``. Sizes are bytes; watermark and ratio are shares of the budget."""
+    """``adapter_params``. Sizes are bytes; watermark and ratio are shares of the budget.
+
+    ``live`` are the model names that are stored, read and evicted, ``["*"]`` all; without it
+    the one of KVP_MODEL in the environment. ``codec`` likewise comes from LMCACHE_L2_SERDE.
+    """
 
     def __init__(
         self,
@@ -52,6 +74,7 @@ class StoreAdapterConfig(L2AdapterConfigBase):
         budget_bytes: int,
         live: list[str],
         reserve_bytes: int = 0,
+        quotas: Optional[dict[str, int]] = None,
         trigger_watermark: float = 0.9,
         eviction_ratio: float = 0.1,
         codec: str = "none",
@@ -63,6 +86,7 @@ class StoreAdapterConfig(L2AdapterConfigBase):
         self.budget_bytes = budget_bytes
         self.live = live
         self.reserve_bytes = reserve_bytes
+        self.quotas = quotas or {}
         self.trigger_watermark = trigger_watermark
         self.eviction_ratio = eviction_ratio
         self.codec = codec
@@ -72,11 +96,15 @@ class StoreAdapterConfig(L2AdapterConfigBase):
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> StoreAdapterConfig:
-        """Raises ValueError that names the parameter, its value and what is allowed."""
+        """Raises WrongSetting that names the parameter, its value and what is allowed."""
+        d = {**d}
+        if os.environ.get("KVP_MODEL"):
+            d.setdefault("live", [os.environ["KVP_MODEL"]])
+        d.setdefault("codec", os.environ.get("LMCACHE_L2_SERDE") or "none")
         known = set(cls.__init__.__code__.co_varnames[1 : cls.__init__.__code__.co_argcount])
         for name in d:
             if name not in known:
-                raise ValueError(f"adapter_params has {name!r}; allowed: {', '.join(sorted(known))}")
+                raise WrongSetting(f"adapter_params has {name!r}; allowed: {', '.join(sorted(known))}")
         rules: dict[str, tuple[Callable[[Any], bool], str]] = {
             "root": (lambda v: isinstance(v, str) and v.startswith("/"), "an absolute path"),
             "budget_bytes": (lambda v: _whole(v) and v >= chunkfile.PAGE_BYTES, "bytes, at least a page"),
@@ -85,20 +113,27 @@ class StoreAdapterConfig(L2AdapterConfigBase):
                 'a list of model names, ["*"] for all',
             ),
             "reserve_bytes": (lambda v: _whole(v) and v >= 0, "bytes"),
+            "quotas": (
+                lambda v: isinstance(v, dict) and all(_whole(size) and size > 0 for size in v.values()),
+                "bytes, above 0, for each model name",
+            ),
             "trigger_watermark": (lambda v: _share(v), "above 0, at most 1"),
             "eviction_ratio": (lambda v: _share(v), "above 0, at most 1"),
-            "codec": (lambda v: v in chunkfile.CODECS, f"{', '.join(chunkfile.CODECS)}; a lossy one never"),
-            "fsync": (lambda v: v in FSYNC, ", ".join(FSYNC)),
+            "codec": (
+                lambda v: v in chunkfile.CODECS,
+                f"{', '.join(chunkfile.CODECS)} (LMCACHE_L2_SERDE); no lossy one",
+            ),
+            "fsync": (lambda v: v in render.FSYNC, ", ".join(render.FSYNC)),
             "gate_file": (lambda v: isinstance(v, str) and (not v or v.startswith("/")), "an absolute path, or empty"),
             "threads": (lambda v: _whole(v) and 1 <= v <= 64, "1 to 64"),
         }
         for name in ("root", "budget_bytes", "live"):
             if name not in d:
-                raise ValueError(f"adapter_params lacks {name!r}; it is {rules[name][1]}")
+                raise WrongSetting(f"adapter_params lacks {name!r}; it is {rules[name][1]}")
         for name, value in d.items():
             allowed, text = rules[name]
             if not allowed(value):
-                raise ValueError(f"adapter_params: {name} is {value!r}; allowed: {text}")
+                raise WrongSetting(f"adapter_params: {name} is {value!r}; allowed: {text}")
         return cls(**d)
 
     @classmethod
@@ -167,8 +202,9 @@ class StoreAdapter(L2AdapterInterface):
             config.reserve_bytes,
             config.trigger_watermark,
             config.eviction_ratio,
+            config.quotas,
         )
-        self.store.scan()
+        self.index_saved = self.store.open()
         self.index_seconds = time.monotonic() - started
         self.counts: Counter[str] = Counter()
         self._direct = self._probe_direct()
@@ -183,18 +219,20 @@ class StoreAdapter(L2AdapterInterface):
         self._writing: set[ChunkKey] = set()
         self._unreadable: set[ChunkKey] = set()
         self._damaged: set[ChunkKey] = set()
-        self._gate = (0, False)
+        self._gate: tuple[int, bool] = (0, False)
+        self._scanner: Optional[threading.Thread] = None
         self._pages = threading.local()
         self._workers = ThreadPoolExecutor(config.threads, thread_name_prefix="kvpersist")
         self._register_metrics()
         usage = self.store.usage()
         logger.info(
-            "kvpersist store: %d chunks, %d bytes live, %d bytes of others, budget %d, indexed in %.2f s, %s",
+            "kvpersist store: %d chunks, %d bytes live, %d bytes of others, budget %d, indexed in %.2f s%s, %s",
             self.store.index.count,
             usage.live,
             usage.total() - usage.live,
             config.budget_bytes,
             self.index_seconds,
+            " as it was saved" if self.index_saved else "",
             "O_DIRECT" if self._direct else "buffered: the file system refuses O_DIRECT",
         )
 
@@ -204,7 +242,7 @@ class StoreAdapter(L2AdapterInterface):
         """Whether the gate is open; without a gate file it always is.
 
         What the gate wrote is read again when its file changed. No file, or one that cannot be
-        read, is a closed gate.
+        read, is a closed gate. A gate that admits another model makes that the live one.
         """
         path = self._config.gate_file
         if not path:
@@ -213,10 +251,23 @@ class StoreAdapter(L2AdapterInterface):
             stamp = os.stat(path).st_mtime_ns
             if stamp != self._gate[0]:
                 with open(path, encoding="utf-8") as file:
-                    self._gate = (stamp, json.load(file).get("gate") == "open")
-        except (OSError, ValueError, AttributeError):
+                    seen = json.load(file)
+                is_open = seen["gate"] == "open"
+                if is_open and not self.store.is_live(seen["model"]):
+                    logger.warning("kvpersist store: %s is served now", seen["model"])
+                    self.store.live = frozenset([seen["model"]])
+                    self._rescan()
+                self._gate = (stamp, is_open)
+        except (OSError, ValueError, KeyError, TypeError):
             self._gate = (0, False)
         return self._gate[1]
+
+    def _rescan(self) -> None:
+        """Read the root again, beside what else is going on."""
+        with self._tasks:
+            if self._scanner is None or not self._scanner.is_alive():
+                self._scanner = threading.Thread(target=self.store.scan, name="kvpersist-scan", daemon=True)
+                self._scanner.start()
 
     # -- metrics ------------------------------------------------------------------------------
 
@@ -247,6 +298,10 @@ class StoreAdapter(L2AdapterInterface):
             "kvp_healed_chunks": ("Damaged chunks that were stored again.", lambda: self.counts["healed"]),
             "kvp_raw_bytes": ("Bytes given to the codec.", lambda: self.counts["raw_bytes"]),
             "kvp_stored_bytes": ("Bytes that the codec made of them.", lambda: self.counts["stored_bytes"]),
+            "kvp_index_saved": (
+                "1 when the index was taken as the last server saved it.",
+                lambda: int(self.index_saved),
+            ),
             "kvp_index_seconds": ("Time that reading the root took at the start.", lambda: self.index_seconds),
             "kvp_admitted": ("1 when the gate lets this server store and load.", lambda: int(self._admitted())),
         }
@@ -350,7 +405,7 @@ class StoreAdapter(L2AdapterInterface):
             return self._refused("gate")
         if not self.store.is_live(key.model_name):
             return self._refused("namespace")
-        if len(chunkfile.file_name(key)) + 40 > chunkfile.NAME_MAX:
+        if len(os.fsencode(chunkfile.file_name(key))) + TEMP_BYTES > chunkfile.NAME_MAX:
             return self._refused("name")
         with self._tasks:
             if key in self._writing or key in self._unreadable:
@@ -376,11 +431,14 @@ class StoreAdapter(L2AdapterInterface):
                 frame = Frame(key, layout(obj), self._config.codec, raw, len(stored))
                 body = _scratch(chunkfile.padded(len(stored)))
                 body[: len(stored)] = stored
-        if not self.store.promise(frame.file_bytes):
+        if self.store.stale():
+            self._rescan()
+        if not self.store.promise(frame.file_bytes, key.model_name):
             return self._refused("budget")
         path = self.store.path(key)
         temp = f"{path}.tmp.{uuid.uuid4().hex}"
         size = None
+        self.store.writing.add(os.path.basename(temp))
         try:
             page = self._page()
             page[:] = frame.sealed(body[: frame.stored_length], crc32c)
@@ -396,6 +454,7 @@ class StoreAdapter(L2AdapterInterface):
             with contextlib.suppress(OSError):
                 os.unlink(temp)
         finally:
+            self.store.writing.discard(os.path.basename(temp))
             if size is None:
                 self.store.give_back(frame.file_bytes)
             else:
@@ -451,9 +510,14 @@ class StoreAdapter(L2AdapterInterface):
     ) -> L2TaskId:
         task = self._task_id()
         found = Bitmap(len(keys))
+        used = []
         for position, key in enumerate(keys if self._admitted() else ()):
-            if self.store.pin(chunk_key(key)):
+            chunk = chunk_key(key)
+            if self.store.pin(chunk):
                 found.set(position)
+                used.append(chunk)
+        if used:
+            self._workers.submit(self.store.stamp, used)
         with self._tasks:
             self._looked_up[task] = found
         self._lookup_efd.notify()
@@ -501,19 +565,19 @@ class StoreAdapter(L2AdapterInterface):
             logger.warning("kvpersist store: %s: %s; kept", os.path.basename(path), error)
             with self._tasks:
                 self._unreadable.add(key)
-            self._drop(key, to_quarantine=False)
+            self._dropped(key, self.store.set_aside(key))
         except FrameError as error:
             self.counts["checksum_misses"] += 1
             logger.error("kvpersist store: %s: %s; moved to quarantine", os.path.basename(path), error)
             self._damaged.add(key)
-            self._drop(key, to_quarantine=self._quarantine(path))
+            self._quarantine(key, path)
         except FileNotFoundError:
             self.counts["missing_files"] += 1
-            self._drop(key, to_quarantine=False)
+            self._dropped(key, self.store.forget(key))
         except OSError as error:
             self.counts[f"failed_loads_{errno.errorcode.get(error.errno or 0, 'other')}"] += 1
             logger.error("kvpersist store: %s cannot be read: %s", os.path.basename(path), error)
-            self._drop(key, to_quarantine=False)
+            self._dropped(key, self.store.set_aside(key))
         return False
 
     def _read(self, path: str, key: ChunkKey, obj: MemoryObj) -> None:
@@ -557,20 +621,20 @@ class StoreAdapter(L2AdapterInterface):
         """Whether the object's memory is aligned and reaches to the end of the last page."""
         return obj.get_physical_size() >= chunkfile.padded(raw) and obj.data_ptr % chunkfile.PAGE_BYTES == 0
 
-    def _drop(self, key: ChunkKey, to_quarantine: bool) -> None:
-        size = self.store.index.get(key)
-        self.store.forget(key, to_quarantine)
-        if size is not None:
+    def _dropped(self, key: ChunkKey, size: int) -> None:
+        if size:
             self._notify_keys_deleted([_object_key(key)], [size])
 
-    def _quarantine(self, path: str) -> bool:
+    def _quarantine(self, key: ChunkKey, path: str) -> None:
         """Move a damaged file aside; the oldest leave once they take more than their share."""
         directory = os.path.join(self._config.root, QUARANTINE_DIR)
         try:
             os.rename(path, os.path.join(directory, f"{os.path.basename(path)}.{time.time_ns()}"))
         except OSError as error:
             logger.error("kvpersist store: %s could not be moved aside: %s", os.path.basename(path), error)
-            return False
+            self._dropped(key, self.store.set_aside(key))
+            return
+        self._dropped(key, self.store.forget(key, to_quarantine=True))
         with self.store.lock:
             held = sorted(
                 (entry.stat(follow_symlinks=False).st_mtime_ns, entry.path) for entry in os.scandir(directory)
@@ -583,7 +647,6 @@ class StoreAdapter(L2AdapterInterface):
                 os.unlink(oldest)
                 total -= sizes[oldest]
                 self.store.other.quarantine -= sizes[oldest]
-        return True
 
     # -- the rest of the interface -------------------------------------------------------------
 
@@ -627,6 +690,7 @@ class StoreAdapter(L2AdapterInterface):
 
     def close(self) -> None:
         self._workers.shutdown(wait=True)
+        self.store.save()
         for notifier in (self._store_efd, self._lookup_efd, self._load_efd):
             notifier.close()
         os.close(self._lock_file)
