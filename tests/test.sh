@@ -82,6 +82,7 @@ all() {
 }
 
 long() {
+  export KVP_LONG=1
   all
   $has_next && step "molecule storage, ansible-core $ANSIBLE_CORE_NEXT" molecule_on next storage
   $has_next && step "molecule default, ansible-core $ANSIBLE_CORE_NEXT" molecule_on next default

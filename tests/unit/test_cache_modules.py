@@ -55,6 +55,14 @@ def test_info(host):
     assert (code, shown["changed"]) == (0, False)
     assert shown["report"]["namespaces"]["old-kvp-1"]["objects"] == 1
     assert shown["status"]["caching"] is False
+    assert (shown["report"]["budget_bytes"], shown["report"]["warnings"]) == (10**9, [])
+
+
+@pytest.mark.parametrize("module", ["cache_info", "cache_cleanup"])
+def test_a_host_without_the_command(host, module):
+    code, shown = host(module, "--check", executable="/nowhere/kvp-admin")
+    assert code != 0
+    assert "/nowhere/kvp-admin" in shown["msg"]
 
 
 def test_cleanup_in_check_mode_for_real_and_again(host):
@@ -65,6 +73,24 @@ def test_cleanup_in_check_mode_for_real_and_again(host):
     assert (code, shown["changed"], shown["bytes"], dead.exists()) == (0, True, 8192, False)
     code, shown = host("cache_cleanup", dead=True)
     assert (code, shown["changed"]) == (0, False)
+    assert len(list(host.root.iterdir())) == 1
+
+
+def test_cleanup_of_a_namespace_is_repeatable_and_tells_the_server(host):
+    (host.root / ".kvpersist").mkdir()
+    code, shown = host("cache_cleanup", "--diff", namespace=IDENTITY.namespace())
+    assert (code, shown["changed"], shown["bytes"]) == (0, True, 8192)
+    stamp = (host.root / ".kvpersist/changed").stat().st_mtime_ns
+    code, shown = host("cache_cleanup", "--diff", namespace=IDENTITY.namespace())
+    assert (code, shown["changed"], shown["files"]) == (0, False, [])
+    assert (host.root / ".kvpersist/changed").stat().st_mtime_ns == stamp
+
+
+def test_a_name_of_odd_bytes_comes_through(host):
+    (host.root / file_name(chunk("\udcff\n-kvp-3"))).write_bytes(b"x" * 8192)
+    code, shown = host("cache_cleanup", "--check", dead=True)
+    assert (code, len(shown["files"])) == (0, 2)
+    assert host("cache_cleanup", dead=True)[0] == 0
     assert len(list(host.root.iterdir())) == 1
 
 

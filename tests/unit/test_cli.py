@@ -1,6 +1,13 @@
 """kvp-admin on files of its own: exit codes and messages."""
 
+import http.server
 import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import types
 
 import pytest
 from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist import cli, state
@@ -9,6 +16,7 @@ from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist.object
 from ansible_collections.sikkatu.kvpersist.plugins.module_utils.kvpersist.render import env_file
 from conftest import COLLECTION
 from test_identity import PINS
+from test_retention import crc, edited, framed
 
 IDENTITY = CacheIdentity.from_fields(PINS)
 
@@ -123,9 +131,101 @@ def cache(admin):
 def test_report(admin, cache):
     code, out, _ = admin("report")
     assert code == 0
+    assert "shared prefixes: unknown, the server does not tell what it served" in out
     assert f"live  {IDENTITY.lmcache_model_name()}" in out
     assert "DEAD  old-kvp-1" in out
     assert json.loads(admin("report", "--json")[1])["namespaces"]["old-kvp-1"]["objects"] == 1
+
+
+def test_report_warns(admin, cache):
+    (admin.path / "lmcache-server.env").write_text(
+        env_file({"KVP_L2_ADAPTER": {"adapter_params": {"reserve_bytes": 10**18}}})
+    )
+    code, out, _ = admin("report")
+    assert code == 0
+    warnings = [line for line in out.splitlines() if line.startswith("warning  ")]
+    assert [line.split()[1:3] for line in warnings] == [["dead", "namespaces"], ["the", "root"], ["the", "disk"]]
+    assert all("kvp-admin cleanup --dead" in line for line in warnings)
+    assert json.loads(admin("report", "--json")[1])["warnings"] == [line[9:] for line in warnings]
+    # Another host's root has another budget.
+    assert "warning" not in admin("report", "--root", str(cache))[1]
+    (admin.path / "cache.env").write_text(f"KVP_CACHE_ROOT={cache}\n")
+    assert json.loads(admin("report", "--json")[1])["budget_bytes"] is None
+
+
+METRICS = """# TYPE lmcache_mp_lookup_hit_tokens_total counter
+lmcache_mp_lookup_hit_tokens_total{{cache_salt="",model_name="{model}",otel_scope_name="lmcache"}} 512.0
+lmcache_mp_lookup_hit_tokens_total{{cache_salt="a\\"}},b",model_name="{model}",otel_scope_name="lmcache"}} 1.2e+03
+lmcache_mp_lookup_hit_tokens_total{{cache_salt="",model_name="other",otel_scope_name="lmcache"}} 7.0
+lmcache_mp_lookup_requested_tokens_total{{cache_salt="",model_name="{model}"}} 99999.0
+"""
+
+
+@pytest.fixture
+def server(admin):
+    """What the lmcache server shows at /metrics."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        text = ""
+
+        def do_GET(self):
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(self.text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.server_port}"
+        (admin.path / "gate.json").write_text(json.dumps({"lmcache_url": url}))
+        yield Handler
+        listening.shutdown()
+
+
+def test_report_asks_the_running_server_what_it_served(admin, cache, server):
+    model = IDENTITY.lmcache_model_name()
+    (cache / f"{IDENTITY.namespace()}.json").write_text(json.dumps({"model": model, "identity": {"chunk_size": 256}}))
+
+    def served():
+        shown = json.loads(admin("report", "--json")[1])["namespaces"][model]
+        return shown["served_tokens"], shown["saved_bytes"]
+
+    server.text = METRICS.format(model=model)
+    assert served() == (1712, 1712 * 8192 // 256)
+    out = admin("report")[1]
+    assert "1712 tokens served from the cache since the server started" in out
+    assert (
+        f'kvp_report_namespace_served_tokens{{namespace="{IDENTITY.namespace()}",' in admin("report", "--prometheus")[1]
+    )
+    assert json.loads(admin("report", "--json", "--root", str(cache))[1])["namespaces"][model]["served_tokens"] is None
+    server.text = "lmcache_mp_l1_memory_usage_bytes 1.0\n"
+    assert served() == (0, 0)
+    server.text = "something_else 1\n"
+    assert served() == (None, None)
+    (admin.path / "gate.json").write_text("{}")
+    assert served() == (None, None)
+
+
+def test_report_for_prometheus(admin, cache):
+    code, out, _ = admin("report", "--prometheus")
+    assert code == 0
+    assert f'kvp_report_namespace_bytes{{namespace="{IDENTITY.namespace()}",' in out
+    assert 'model="old-kvp-1",class="dead"} 8192' in out
+    with pytest.raises(SystemExit):
+        admin("report", "--prometheus", "--json")
+
+
+def test_a_name_takes_one_line(admin, cache):
+    (cache / file_name(chunk("new\nline\udcff-kvp-3"))).write_bytes(b"x")
+    out = admin("report")[1]
+    assert r"DEAD  'new\nline" in out
+    out = admin("cleanup", "--dead")[1]
+    assert len(out.splitlines()) == 3
+    assert r"'new\nline\udcff-kvp-3_" in out
+    assert admin("cleanup", "--dead", "--apply")[0] == 0
+    assert len(list(cache.glob("*.bin"))) == 1
 
 
 def test_cleanup_lists_and_then_removes(admin, cache):
@@ -145,6 +245,33 @@ def test_cleanup_of_one_namespace_by_its_short_name(admin, cache):
     assert sorted(path.name for path in cache.iterdir()) == ["notes.txt", file_name(chunk("old-kvp-1"))]
     code, _, err = admin("cleanup", "--namespace", "nobody")
     assert (code, "--namespace is nobody; allowed: old-kvp-1" in err) == (2, True)
+    # What is gone already is no mistake: the second run of a play says the same as the first.
+    code, out, _ = admin("cleanup", "--namespace", IDENTITY.namespace(), "--apply")
+    assert (code, out.startswith("0 files")) == (0, True)
+
+
+def test_cleanup_of_one_namespace_takes_its_decorated_name_along(admin, cache):
+    decorated = cache / file_name(chunk(f"{IDENTITY.lmcache_model_name()}##dcp"))
+    decorated.write_bytes(b"x" * 8192)
+    assert admin("cleanup", "--dead")[1].count(".bin") == 1
+    code, out, _ = admin("cleanup", "--namespace", IDENTITY.namespace(), "--apply")
+    assert (code, "2 files" in out, decorated.exists()) == (0, True, False)
+
+
+def test_cleanup_says_what_it_had_to_keep(admin, cache, monkeypatch):
+    really = cli.retention.removable
+
+    def swapped(*words, **more):
+        chosen = really(*words, **more)
+        (cache / chosen[0].name).unlink()
+        (cache / chosen[0].name).symlink_to(cache / "notes.txt")
+        return chosen
+
+    monkeypatch.setattr(cli.retention, "removable", swapped)
+    code, out, err = admin("cleanup", "--dead", "--apply")
+    assert (code, out.startswith("0 files")) == (1, True)
+    assert "it is no regular file of this file system any more" in err
+    assert (cache / "notes.txt").exists()
 
 
 def test_cleanup_to_the_budget(admin, cache):
@@ -153,8 +280,133 @@ def test_cleanup_to_the_budget(admin, cache):
     assert not (cache / file_name(chunk("old-kvp-1"))).exists()
 
 
-def test_a_root_that_is_not_there(admin):
-    for command in ("report", "cleanup"):
+def test_cleanup_tells_a_running_server(admin, cache):
+    (cache / ".kvpersist").mkdir()
+    admin("cleanup", "--dead")
+    assert not (cache / ".kvpersist/changed").exists()
+    admin("cleanup", "--dead", "--apply")
+    assert stat.S_IMODE((cache / ".kvpersist/changed").stat().st_mode) == 0o600
+
+
+@pytest.fixture
+def checksums(monkeypatch):
+    monkeypatch.setitem(sys.modules, "crc32c", types.SimpleNamespace(crc32c=crc))
+
+
+@pytest.fixture
+def frames(admin, checksums):
+    root = admin.path / "root"
+    root.mkdir()
+    (admin.path / "cache.env").write_text(f"KVP_CACHE_ROOT={root}\nKVP_L2_SIZE_GB=1\n")
+    for number in range(3):
+        framed(root, number, model=IDENTITY.lmcache_model_name())
+    framed(root, 1, model="old-kvp-1")
+    return root
+
+
+def test_verify_of_an_intact_cache(admin, frames):
+    code, out, err = admin("verify")
+    assert (code, out, err) == (0, "4 files are intact, 0 damaged, 0 unreadable; 0.000 GB read\n", "")
+    shown = json.loads(admin("verify", "--json", "--rate", "1000")[1])
+    assert (shown["files"]["ok"], shown["bytes"], shown["damaged"], shown["unreadable"]) == (4, 4 * 12288, [], [])
+
+
+def test_verify_lists_what_is_damaged_and_changes_nothing(admin, frames):
+    path = frames / file_name(ChunkKey("old-kvp-1", (1).to_bytes(32, "big"), 0x04000400))
+    edited(path, 5000, b"!")
+    before = {each.name: each.read_bytes() for each in frames.iterdir()}
+    code, out, _ = admin("verify")
+    assert code == 1
+    assert out.splitlines()[0] == f"damaged    {path.name}: the checksum does not match"
+    assert out.splitlines()[1].startswith("3 files are intact, 1 damaged")
+    code, out, _ = admin("verify", "--json")
+    assert (code, json.loads(out)["damaged"]) == (1, [{"name": path.name, "why": "the checksum does not match"}])
+    assert {each.name: each.read_bytes() for each in frames.iterdir()} == before
+    assert admin("verify", "--namespace", IDENTITY.namespace())[0] == 0
+    assert admin("verify", "--namespace", "old-kvp-1", "--namespace", IDENTITY.namespace())[0] == 1
+    code, _, err = admin("verify", "--namespace", "nobody")
+    assert (code, "--namespace is nobody; allowed: old-kvp-1" in err) == (2, True)
+
+
+def test_verify_counts_what_is_no_damage(admin, frames):
+    manifest = {"model": IDENTITY.lmcache_model_name(), "identity": {"store_format": "raw"}}
+    (frames / f"{IDENTITY.namespace()}.json").write_text(json.dumps(manifest))
+    edited(frames / file_name(ChunkKey("old-kvp-1", (1).to_bytes(32, "big"), 0x04000400)), 8, b"\x63")
+    code, out, _ = admin("verify")
+    assert code == 0
+    assert "0 files are intact, 0 damaged, 0 unreadable, 1 of another release (kept), 3 cannot be checked" in out
+
+
+def test_verify_says_what_it_cannot_read(admin, frames, monkeypatch):
+    really = os.open
+
+    def refused(path, *rest, **more):
+        if str(path).startswith("old"):
+            raise PermissionError(13, "Permission denied")
+        return really(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refused)
+    code, out, _ = admin("verify")
+    assert (code, out.startswith("unreadable old-kvp-1"), "Permission denied" in out) == (1, True, True)
+
+
+def test_verify_without_crc32c_names_the_python_that_has_it(admin, cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "crc32c", None)
+    code, _, err = admin("verify")
+    assert code == 2
+    assert f"which {sys.executable} lacks: {cli.PYTHON} has it" in err
+    # Nothing else needs it.
+    assert (admin("report")[0], admin("cleanup")[0]) == (0, 0)
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "x", "nan", "inf"])
+def test_wrong_rates(admin, rate):
+    with pytest.raises(SystemExit) as end:
+        admin("verify", "--rate", rate)
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_shows_the_exit_codes(admin, capsys, command):
+    with pytest.raises(SystemExit) as end:
+        admin(*command.split(), "--help")
+    assert end.value.code == 0
+    assert "Exit codes: 0 as asked; 1 something is not as it should be" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_launcher_runs_from_lmcaches_environment(tmp_path):
+    """Where it is installed; and before that from the host's Python."""
+    text = (COLLECTION / "roles/kvp/files/kvp-admin").read_text()
+    assert f'"{cli.PYTHON}"' in text
+    place = cli.PYTHON.partition("/lmcache-venv/")[0]
+    assert '{{ __kvp_lib_dir }}/lmcache-venv"' in (COLLECTION / "roles/kvp_lmcache/tasks/install.yml").read_text()
+    launcher, lib = tmp_path / "kvp-admin", tmp_path / "lib"
+    launcher.write_text(text.replace(place, str(lib)).replace("#!/usr/bin/env python3", f"#!{sys.executable}"))
+    launcher.chmod(0o755)
+    lib.mkdir()
+    (lib / "kvpersist").symlink_to(COLLECTION / "plugins/module_utils/kvpersist")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "identity.env").write_text("KVP_NAMESPACE=\n")
+    (tmp_path / "cache.env").write_text(f"KVP_CACHE_ROOT={tmp_path / 'root'}\n")
+
+    def run(*words):
+        command = [str(launcher), "--config-dir", str(tmp_path), *words]
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert run("report", "--json")[0] == 0
+    assert run("verify")[0] == 2
+    (lib / "lmcache-venv").symlink_to(tmp_path / "env")  # as after a removed environment
+    assert run("report", "--json")[0] == 0
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (packages / "crc32c.py").write_text("def crc32c(data, start=0):\n    return 0\n")
+    assert run("verify") == (0, "0 files are intact, 0 damaged, 0 unreadable; 0.000 GB read\n", "")
+
+
+def test_a_root_that_is_not_there(admin, checksums):
+    for command in ("report", "verify", "cleanup"):
         code, _, err = admin(command)
         assert (code, "/nowhere is no directory" in err) == (2, True)
 
@@ -171,3 +423,13 @@ def test_wrong_use(admin, words):
     with pytest.raises(SystemExit) as end:
         admin(*words)
     assert end.value.code == 2
+
+
+def test_nothing_is_dead_on_a_host_that_serves_uncached(admin, tmp_path):
+    """It may serve those namespaces again tomorrow."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / file_name(chunk("old-kvp-1"))).write_bytes(b"x")
+    (admin.path / "identity.env").write_text("KVP_NAMESPACE=\nKVP_MODEL=uncached-x\n")
+    code, _, err = admin("cleanup", "--root", str(tmp_path / "root"), "--dead", "--apply")
+    assert (code, len(list((tmp_path / "root").iterdir()))) == (2, 1)
+    assert "--dead is given, but this host serves uncached" in err

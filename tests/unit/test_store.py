@@ -252,6 +252,14 @@ def test_a_file_that_cannot_be_read_goes_on_counting(tmp_path):
     assert (store.usage().live, store.usage().foreign) == (SIZE, 0)
 
 
+def test_a_name_that_is_no_utf_8_is_no_obstacle(tmp_path):
+    write(tmp_path, key(1, salt="\udcff"))
+    (tmp_path / "\udcff\n").write_bytes(b"x" * 4096)
+    store = opened(tmp_path)
+    assert (store.index.count, store.usage().foreign) == (1, 4096)
+    assert next(store.index.oldest_sets())[0][0].salt == "\udcff"
+
+
 def test_all_namespaces_can_be_live(tmp_path):
     write(tmp_path, key(1))
     write(tmp_path, key(1, model=DEAD))

@@ -94,7 +94,11 @@ def main() -> None:
     words += ["--older-than", given["older_than"]] if given["older_than"] else []
     words += ["--to-budget", str(given["to_budget_gb"])] if given["to_budget_gb"] else []
     words += [] if module.check_mode else ["--apply"]
-    code, out, error = module.run_command([given["executable"], "cleanup", "--json", *words], handle_exceptions=False)
+    try:
+        command = [given["executable"], "cleanup", "--json", *words]
+        code, out, error = module.run_command(command, handle_exceptions=False)
+    except OSError as missing:
+        module.fail_json(msg=f"{given['executable']}: {missing.strerror}. The kvp role installs it: run site.yml first")
     if code not in (0, 1) or not out.strip():
         module.fail_json(msg=f"kvp-admin cleanup: {error.strip()}", rc=code)
     result = json.loads(out)

@@ -34,7 +34,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 report:
-  description: Output of C(kvp-admin report --json), by namespace and by class of bytes.
+  description: Output of C(kvp-admin report --json), by namespace and by class of bytes, with the warnings.
   returned: success
   type: dict
 status:
@@ -53,9 +53,12 @@ def main() -> None:
         argument_spec={"executable": {"type": "path", "default": "/usr/local/bin/kvp-admin"}},
         supports_check_mode=True,
     )
-    found = {}
+    found, executable = {}, module.params["executable"]
     for command in ("report", "status"):
-        code, out, error = module.run_command([module.params["executable"], command, "--json"], handle_exceptions=False)
+        try:
+            code, out, error = module.run_command([executable, command, "--json"], handle_exceptions=False)
+        except OSError as missing:
+            module.fail_json(msg=f"{executable}: {missing.strerror}. The kvp role installs it: run site.yml first")
         # status ends with 1 when it has problems to tell.
         if code not in ((0, 1) if command == "status" else (0,)):
             module.fail_json(msg=f"kvp-admin {command}: {error.strip() or out.strip()}", rc=code)

@@ -1,22 +1,32 @@
 """kvp-admin: look at the cache of this VM, and clean it up. It never runs by itself, and without
 --apply it only reads.
 
-Exit codes: 0 as asked; 1 something is not as it should be (the output says what); 2 wrong use.
+Exit codes: 0 as asked; 1 something is not as it should be, and the output says what (status: vLLM is
+not served from the cache; identity: its file was edited; verify: a chunk is damaged or unreadable;
+cleanup: something could not be removed); 2 wrong use, or nothing could be done.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Optional
+import urllib.request
+from collections import Counter
+from typing import Any, Dict, List, Optional, Set
 
 from . import gate, render, retention, sizing, state
 from .identity import CacheIdentity, fields_from_env
+from .objects import Crc, base_model
+
+#: The Python of LMCache, with what the store needs; kvp-admin runs on it where it is there.
+PYTHON = "/usr/lib/kvpersist/lmcache-venv/bin/python"
 
 UNITS = ("kvpersist-lmcache", "kvpersist-vllm", "kvpersist-gate")
 
@@ -174,8 +184,16 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _setting(arguments: argparse.Namespace, name: str) -> str:
+    """A variable of cache.env. Raises ValueError without it."""
+    value = _variables(arguments.config_dir, "cache.env").get(name)
+    if not value:
+        raise ValueError(f"{os.path.join(arguments.config_dir, 'cache.env')} has no {name}: run site.yml")
+    return value
+
+
 def _root(arguments: argparse.Namespace) -> str:
-    root = arguments.root or _variables(arguments.config_dir, "cache.env")["KVP_CACHE_ROOT"]
+    root = arguments.root or _setting(arguments, "KVP_CACHE_ROOT")
     if not os.path.isdir(root):
         raise ValueError(f"{root} is no directory: is the cache's disk mounted?")
     return str(root)
@@ -187,6 +205,47 @@ def _live(arguments: argparse.Namespace) -> List[str]:
     return [variables["KVP_MODEL"]] if variables.get("KVP_NAMESPACE") else []
 
 
+def _limits(arguments: argparse.Namespace) -> Dict[str, Any]:
+    """Budget and reserve in bytes, and what the server served; unknown for another root than this host's."""
+    if arguments.root:
+        return {}
+    budget = _variables(arguments.config_dir, "cache.env").get("KVP_L2_SIZE_GB")
+    try:
+        adapter = json.loads(_variables(arguments.config_dir, "lmcache-server.env")["KVP_L2_ADAPTER"])
+        reserve = int(adapter["adapter_params"]["reserve_bytes"])
+    except (ValueError, KeyError, TypeError):  # no server yet, or the stock adapter, which keeps nothing free
+        reserve = 0
+    return {
+        "budget": int(float(budget) * sizing.GB) if budget else None,
+        "reserve": reserve,
+        "served": _served(arguments.config_dir),
+    }
+
+
+_HITS = re.compile(r'lmcache_mp_lookup_hit_tokens_total\{(?:.*,)?model_name="((?:[^"\\]|\\.)*)".*\} ([0-9.e+]+)')
+
+
+def _served(config_dir: str) -> Optional[Dict[str, int]]:
+    """Tokens that the running lmcache server took from the cache, by model name; None when it does not tell."""
+    try:
+        with open(os.path.join(config_dir, "gate.json"), encoding="utf-8") as file:
+            url = json.load(file)["lmcache_url"]
+        # The loopback address needs no proxy, whatever the environment says.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url}/metrics", timeout=5) as response:
+            text = response.read().decode("utf-8", "replace")
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return None
+    if "lmcache_mp_" not in text:
+        return None
+    served: Counter[str] = Counter()
+    for line in text.splitlines():
+        match = _HITS.fullmatch(line)
+        if match is not None:  # one for each salt
+            served[match[1].replace("/", "--")] += int(float(match[2]))
+    return dict(served)
+
+
 def _age(seconds: int) -> str:
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:
@@ -194,45 +253,119 @@ def _age(seconds: int) -> str:
     return f"{seconds} s"
 
 
+def _shown(text: str) -> str:
+    """The text on one line of printable characters."""
+    return text if text.isprintable() else repr(text)
+
+
 def report(arguments: argparse.Namespace) -> int:
-    """What the cache holds, by namespace."""
-    shown = retention.report(_root(arguments), _live(arguments))
+    """What the cache holds, by namespace: bytes, objects, tokens, complete and incomplete sets, age, live or dead,
+    and what shared prefixes saved (a chunk is kept once, however many requests share it)."""
+    shown = retention.report(_root(arguments), _live(arguments), **_limits(arguments))
     if arguments.json:
         print(json.dumps(shown))
         return 0
+    if arguments.prometheus:
+        print(retention.prometheus(shown), end="")
+        return 0
     for name, row in sorted(shown["namespaces"].items(), key=lambda each: (not each[1]["live"], -each[1]["bytes"])):
         tokens = "? tokens" if row["tokens"] is None else f"{row['tokens']} tokens"
-        print(f"{'live' if row['live'] else 'DEAD'}  {name}")
+        print(f"{'live' if row['live'] else 'DEAD'}  {_shown(name)}")
         print(
             f"      {row['bytes'] / sizing.GB:.3f} GB, {row['objects']} files, {row['complete_sets']} complete sets "
             f"({tokens}), {row['incomplete_sets']} incomplete, last used {_age(row['newest_seconds'])} ago, "
             f"oldest {_age(row['oldest_seconds'])}"
         )
+        if row["live"] and row["served_tokens"] is None:
+            print("      shared prefixes: unknown, the server does not tell what it served")
+        elif row["live"]:
+            saved = "? GB" if row["saved_bytes"] is None else f"{row['saved_bytes'] / sizing.GB:.3f} GB"
+            print(
+                f"      shared prefixes: {row['served_tokens']} tokens served from the cache since the server started; "
+                f"a copy for each request would have taken {saved}"
+            )
     sizes = ", ".join(f"{name} {size / sizing.GB:.3f} GB" for name, size in shown["bytes"].items())
     print(f"root  {shown['root']}: {sizes}; the disk has {shown['disk_free_bytes'] / sizing.GB:.3f} GB free")
+    for warning in shown["warnings"]:
+        print(f"warning  {warning}")
     return 0
 
 
+def _model(root: str, text: str) -> str:
+    """The model name that --namespace means, whole or as ``kvp-...``. Raises ValueError for one that is not there."""
+    known: Set[str] = retention.namespaces(root)
+    wanted = base_model(text)
+    named = [name for name in known if name == wanted or name.endswith(f"-{wanted}")]
+    if len(named) == 1:
+        return named[0]
+    # A whole namespace is no slip: its chunks are gone, or were never there.
+    if not named and re.fullmatch(r"(.+-)?kvp-[0-9a-f]{32}", wanted):
+        return wanted
+    allowed = ", ".join(map(_shown, sorted(known))) or "nothing, the cache is empty"
+    raise ValueError(f"--namespace is {text}; allowed: {allowed}")
+
+
+def _crc32c() -> Crc:
+    """CRC-32C of the package crc32c. Raises ValueError where this Python lacks it."""
+    try:
+        # Imported here alone: everything else has to run without it.
+        function: Crc = importlib.import_module("crc32c").crc32c
+        return function
+    except ImportError:
+        raise ValueError(
+            f"verify needs the package crc32c, which {sys.executable} lacks: {PYTHON} has it, and kvp-admin runs on "
+            "that once LMCache is installed (site.yml --tags lmcache)"
+        ) from None
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Read every chunk and check its frame: key, length and checksum. It only reads: the server moves a damaged
+    chunk aside when it reads it itself, and `cleanup --corrupt` removes what was moved aside."""
+    crc32c, root = _crc32c(), _root(arguments)
+    wanted = {_model(root, text) for text in arguments.namespace} or None
+    rate = None if arguments.rate is None else arguments.rate * 10**6
+    counts, size = dict.fromkeys(retention.VERDICTS, 0), 0
+    bad: Dict[str, List[Dict[str, str]]] = {retention.DAMAGED: [], retention.UNREADABLE: []}
+    for file in retention.verify(root, crc32c, wanted, rate):
+        counts[file.verdict] += 1
+        if file.verdict not in (retention.RAW, retention.GONE):
+            size += file.size
+        if file.verdict in bad and arguments.json:
+            bad[file.verdict].append({"name": retention.as_text(file.name), "why": file.why})
+        elif file.verdict in bad:
+            print(f"{file.verdict:<10} {_shown(file.name)}: {_shown(file.why)}", flush=True)
+    if arguments.json:
+        print(json.dumps({"root": root, "files": counts, "bytes": size, **bad}))
+    else:
+        rare = {
+            retention.OTHER_RELEASE: "of another release (kept)",
+            retention.RAW: "cannot be checked (no frame: the stock adapter wrote them)",
+            retention.GONE: "gone meanwhile",
+        }
+        rest = "".join(f", {counts[verdict]} {text}" for verdict, text in rare.items() if counts[verdict])
+        print(
+            f"{counts['ok']} files are intact, {counts['damaged']} damaged, {counts['unreadable']} unreadable{rest}; "
+            f"{size / sizing.GB:.3f} GB read"
+        )
+    return 1 if counts["damaged"] or counts["unreadable"] else 0
+
+
 def cleanup(arguments: argparse.Namespace) -> int:
-    """Remove chunks; without --apply only say which."""
+    """List the files that the selections name, least recently used first, and their bytes; --apply removes them."""
     root, live = _root(arguments), _live(arguments)
-    namespace = arguments.namespace
-    if namespace:
-        known = retention.report(root, live)["namespaces"]
-        named = [name for name in known if name == namespace or name.endswith(f"-{namespace}")]
-        if len(named) != 1:
-            raise ValueError(
-                f"--namespace is {namespace}; allowed: {', '.join(sorted(known)) or 'nothing, the cache is empty'}"
-            )
-        namespace = named[0]
+    if arguments.dead and not live:
+        raise ValueError(
+            "--dead is given, but this host serves uncached: no namespace is live, and which ones it will serve "
+            "again is not known; allowed: --namespace, for each that may go"
+        )
     budget = arguments.to_budget
     if budget is not None and budget < 0:
-        budget = float(_variables(arguments.config_dir, "cache.env")["KVP_L2_SIZE_GB"])
+        budget = float(_setting(arguments, "KVP_L2_SIZE_GB"))
     chosen = retention.removable(
         root,
         live,
         dead=arguments.dead,
-        namespace=namespace,
+        namespace=_model(root, arguments.namespace) if arguments.namespace else "",
         older_than_seconds=arguments.older_than,
         temp=arguments.temp,
         corrupt=arguments.corrupt,
@@ -243,16 +376,16 @@ def cleanup(arguments: argparse.Namespace) -> int:
         chosen, kept = retention.remove(root, chosen)
     total = sum(file.size for file in chosen)
     if arguments.json:
-        listed = [{"name": file.name, "bytes": file.size} for file in chosen]
-        left = [{"name": file.name, "why": why} for file, why in kept]
+        listed = [{"name": retention.as_text(file.name), "bytes": file.size} for file in chosen]
+        left = [{"name": retention.as_text(file.name), "why": why} for file, why in kept]
         print(json.dumps({"applied": arguments.apply, "files": listed, "bytes": total, "kept": left}))
     else:
         for file in chosen:
-            print(f"{file.size:>14} {file.name}")
+            print(f"{file.size:>14} {_shown(file.name)}")
         done = "removed" if arguments.apply else "would be removed (nothing was; add --apply)"
         print(f"{len(chosen)} files, {total / sizing.GB:.3f} GB {done}")
         for file, why in kept:
-            print(f"kept: {file.name}: {why}", file=sys.stderr)
+            print(f"kept: {_shown(file.name)}: {why}", file=sys.stderr)
     return 1 if kept else 0
 
 
@@ -270,7 +403,14 @@ def _positive(text: str) -> float:
     return value
 
 
-COMMANDS = {"status": status, "identity": identity, "plan": plan, "report": report, "cleanup": cleanup}
+COMMANDS = {
+    "status": status,
+    "identity": identity,
+    "plan": plan,
+    "report": report,
+    "verify": verify,
+    "cleanup": cleanup,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -280,9 +420,14 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--config-dir", default=gate.CONFIG_DIR, help="where the env files are (%(default)s)")
     root.add_argument("--run-dir", default=state.RUN_DIR, help="where the services write their state (%(default)s)")
     commands = root.add_subparsers(dest="command", required=True)
+    codes = (__doc__ or "").rpartition("\n\n")[2]
     for name, function in COMMANDS.items():
-        command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        command.add_argument("--json", action="store_true", help="print one JSON object")
+        text = " ".join((function.__doc__ or "").split())
+        command = commands.add_parser(name, help=text, description=text, epilog=codes)
+        form = command.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="print one JSON object")
+        if name == "report":
+            form.add_argument("--prometheus", action="store_true", help="print gauges in Prometheus' text format")
         command.set_defaults(function=function)
         if name in ("identity", "plan"):
             command.add_argument(
@@ -299,8 +444,19 @@ def parser() -> argparse.ArgumentParser:
     commands.choices["plan"].add_argument(
         "--l1", type=_positive, metavar="GIB", help="memory buffer in GiB (this host's)"
     )
-    for name in ("report", "cleanup"):
+    for name in ("report", "verify", "cleanup"):
         commands.choices[name].add_argument("--root", metavar="DIR", help="another cache root (this host's)")
+    check = commands.choices["verify"]
+    check.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NS",
+        help="only the chunks of this namespace, by kvp-... or its whole name; may be repeated",
+    )
+    check.add_argument(
+        "--rate", type=_positive, metavar="MB_PER_S", help="read at most so many MB of 10^6 bytes in a second"
+    )
     clean = commands.choices["cleanup"]
     clean.add_argument("--apply", action="store_true", help="remove them; without it they are listed")
     clean.add_argument("--dead", action="store_true", help="chunks of namespaces that this host does not serve")

@@ -91,7 +91,7 @@ class Index:
             number = self._numbers[model_name] = len(self.names)
             self.names.append(model_name)
             self.model_bytes.append(0)
-        return b"%c%c%c" % (number >> 8, number & 255, len(chunk_hash)) + chunk_hash + salt.encode()
+        return b"%c%c%c" % (number >> 8, number & 255, len(chunk_hash)) + chunk_hash + os.fsencode(salt)
 
     def _set(self, key: ChunkKey) -> bytes:
         return self.set_name(key.model_name, key.chunk_hash, key.salt)
@@ -157,7 +157,7 @@ class Index:
             if model_name and number != name[0] << 8 | name[1]:
                 continue
             model, end = self.names[name[0] << 8 | name[1]], 3 + name[2]
-            chunk_hash, salt = name[3:end], name[end:].decode()
+            chunk_hash, salt = name[3:end], os.fsdecode(name[end:])
             yield [
                 (ChunkKey(model, chunk_hash, rank, group, salt), int(size))
                 for rank, group, size in _MEMBER.iter_unpack(members)

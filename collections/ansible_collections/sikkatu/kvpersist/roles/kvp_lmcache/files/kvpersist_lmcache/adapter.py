@@ -313,7 +313,8 @@ class StoreAdapter(L2AdapterInterface):
     @staticmethod
     def _lock_root(root: str) -> int:
         os.makedirs(os.path.join(root, QUARANTINE_DIR), mode=0o700, exist_ok=True)
-        file = os.open(os.path.join(root, PRODUCT_DIR, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Read-only: an open file that could be written would keep the disk from a read-only remount.
+        file = os.open(os.path.join(root, PRODUCT_DIR, "lock"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -322,19 +323,12 @@ class StoreAdapter(L2AdapterInterface):
         return file
 
     def _probe_direct(self) -> bool:
-        path = os.path.join(self._config.root, PRODUCT_DIR, "probe")
+        """Whether the file system opens files with O_DIRECT. Writes nothing: the disk may be full."""
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            os.close(os.open(os.path.join(self._config.root, PRODUCT_DIR, "lock"), os.O_RDONLY | os.O_DIRECT))
         except OSError:
             return False
-        try:
-            os.pwrite(file, mmap.mmap(-1, chunkfile.PAGE_BYTES), 0)
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(file)
-            os.unlink(path)
+        return True
 
     # -- event fds ---------------------------------------------------------------------------
 
