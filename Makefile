@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help demo demo-down test test-all lint test-unit clean-cache
+.PHONY: help demo demo-down test test-all lint test-unit bench clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -24,6 +24,9 @@ lint: ## linters only
 
 test-unit: ## unit tests only, on each ansible-core that runs here
 	@tests/test.sh unit
+
+bench: ## speed and memory of the store against the targets
+	@tests/bench/bench.sh
 
 clean-cache: ## forget downloaded wheels and built images
 	@tests/env/system.sh forget

@@ -5,7 +5,8 @@ source "$(dirname "$0")/env/common.sh"
 cd "$REPO"
 ROLES=collections/ansible_collections/sikkatu/kvpersist/roles
 passed=0 failed=0 notes=()
-OUTPUT=$(mktemp) && trap 'rm -f "$OUTPUT"' EXIT
+OUTPUT=$(mktemp) BESIDE=$(mktemp) beside_pid=
+trap 'rm -f "$OUTPUT" "$BESIDE" "$BESIDE.status"; [ -z "$beside_pid" ] || kill "$beside_pid" 2>/dev/null' EXIT
 
 step() { # step NAME COMMAND... - run one check, count it, go on
   local name=$1 start=$SECONDS
@@ -19,6 +20,20 @@ step() { # step NAME COMMAND... - run one check, count it, go on
   fi
 }
 
+beside() { # beside COMMAND... - start it; the steps that follow run meanwhile, until `awaited`
+  say "== beside what follows: $*"
+  {
+    ("$@") >"$BESIDE" 2>&1 && echo 0 >"$BESIDE.status" || echo 1 >"$BESIDE.status"
+  } &
+  beside_pid=$!
+}
+
+awaited() { # the output and exit status of what was started by `beside`
+  until [ -s "$BESIDE.status" ]; do sleep 1; done # `wait` knows no child of another shell
+  cat "$BESIDE"
+  return "$(cat "$BESIDE.status")"
+}
+
 why() { # the lines of OUTPUT that say what went wrong, or else its end
   grep -aE -A 12 'fatal: |\[ERROR\]|^E  |^FAILED |error: ' "$OUTPUT" | tail -n 40 || tail -n 20 "$OUTPUT"
 }
@@ -26,7 +41,7 @@ why() { # the lines of OUTPUT that say what went wrong, or else its end
 lint() {
   step "yamllint" yamllint -c .config/yamllint.yml .
   step "ruff" sh -c 'ruff check . && ruff format --check .'
-  step "shellcheck" shellcheck -x -P SCRIPTDIR .ci/run tests/*.sh tests/{env,hosts,serving}/*.sh \
+  step "shellcheck" shellcheck -x -P SCRIPTDIR .ci/run tests/*.sh tests/{bench,env,hosts,serving}/*.sh \
     "$ROLES"/kvp_lmcache/files/check-root "$ROLES"/kvp_vllm/files/vllm-entrypoint
   step "mypy --strict" mypy collections/ansible_collections/sikkatu/kvpersist/plugins filter_plugins
   step "ansible-lint" ansible-lint --profile production
@@ -69,13 +84,14 @@ molecule_on() { # molecule_on base|next SCENARIO
 
 all() {
   tests/env/prepare.sh
+  beside molecule_on base storage
   lint
   unit
   step "collection build and install" built_collection
   local newest=base
   $has_next && newest=next
   step "the store against LMCache $(sed -n 's/^lmcache==//p' "$ROLES"/kvp_lmcache/files/requirements-cpu.txt)" tests/env/serving.sh contract
-  step "molecule storage" molecule_on base storage
+  step "molecule storage" awaited
   step "molecule default" molecule_on base default
   step "molecule identity" molecule_on base identity
   step "molecule restart-recovery" molecule_on $newest restart-recovery
