@@ -74,6 +74,15 @@ def split_name(name: str) -> Optional[Tuple[str, bytes, int, int, str]]:
     return model, bytes.fromhex(chunk_hash), int(rank, 16), int(group, 16), salt or ""
 
 
+def split_hash(tail: str) -> Optional[bytes]:
+    """The hash of ``HASH.bin``, None where it is not spelled as a chunk's name spells it."""
+    try:
+        chunk_hash = bytes.fromhex(tail[:-4])
+    except ValueError:
+        return None
+    return chunk_hash if chunk_hash.hex() + ".bin" == tail else None
+
+
 def parse_name(name: str) -> Optional[ChunkKey]:
     """The key of a file name; None for a file that is no chunk. ``a/b`` comes back as ``a--b``."""
     parts = split_name(name)

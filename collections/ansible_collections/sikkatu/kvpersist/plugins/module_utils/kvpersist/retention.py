@@ -26,6 +26,7 @@ from .objects import (
     file_name,
     is_temp,
     read_header,
+    split_hash,
     split_name,
 )
 from .store import CHANGED_FILE, QUARANTINE_DIR, walk
@@ -168,7 +169,7 @@ def _count(root: str, top: int, classes: Dict[str, int]) -> Tuple[Dict[str, _Row
     for name, seen in walk(root):
         head, _, tail = name.rpartition("_")
         known = heads.get(head)
-        chunk = _hash(tail) if known is not None and _is_file(seen, device) else None
+        chunk = split_hash(tail) if known is not None and _is_file(seen, device) else None
         if known is not None and chunk is not None and len(chunk) == known[2]:
             row, number, _ = known
         else:
@@ -192,15 +193,6 @@ def _count(root: str, top: int, classes: Dict[str, int]) -> Tuple[Dict[str, _Row
             row.newest = used
         row.sets[chunk] = row.sets.get(chunk, b"") + number
     return rows, list(numbers)
-
-
-def _hash(tail: str) -> Optional[bytes]:
-    """The hash of ``HASH.bin``, None where it is not spelled as a chunk's name spells it."""
-    try:
-        chunk_hash = bytes.fromhex(tail[:-4])
-    except ValueError:
-        return None
-    return chunk_hash if chunk_hash.hex() + ".bin" == tail else None
 
 
 def report(

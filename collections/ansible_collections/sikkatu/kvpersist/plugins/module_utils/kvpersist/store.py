@@ -20,10 +20,9 @@ import time
 import zlib
 from array import array
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
-from .objects import ChunkKey, base_model, file_name, is_temp, split_name
+from .objects import ChunkKey, base_model, file_name, is_temp, split_hash, split_name
 
 #: Product files live below the root in here; quarantine is a directory of it.
 PRODUCT_DIR = ".kvpersist"
@@ -38,13 +37,14 @@ ALL_NAMESPACES = "*"
 
 #: A use is written to the file at most this often (seconds).
 TOUCH_SECONDS = 60.0
+#: What is read at once of the saved index.
+READ_BYTES = 1 << 20
 #: Sets that leave at once.
 EVICTION_BATCH = 64
 #: A root that others may have emptied is read again at most this often (seconds).
 RESCAN_SECONDS = 60.0
 
 _MEMBER = struct.Struct("<IHQ")  # kv_rank, object group, disk bytes
-_FOUND = struct.Struct(">QIHQ")  # modification time in ns, then a member; sorts by age as bytes
 _INDEX_VERSION = 1
 
 
@@ -180,6 +180,41 @@ def walk(root: str, skip: Iterable[str] = ()) -> Iterator[Tuple[str, os.stat_res
         os.close(top)
 
 
+class _Found:
+    """Chunks while the root is read: a few bytes each, in buffers that are given back as a whole."""
+
+    def __init__(self) -> None:
+        self._kinds: List[Tuple[str, str, int, int, int]] = []
+        self._numbers: Dict[Tuple[str, str, int, int, int], int] = {}
+        self._used, self._at = array("Q"), array("Q")
+        self._kind, self._blocks = array("I"), array("Q")
+        self._hashes = bytearray()
+
+    def kind(self, model: str, salt: str, rank: int, group: int, hash_bytes: int) -> int:
+        """Number of what a name has beside its hash."""
+        key = (model, salt, rank, group, hash_bytes)
+        number = self._numbers.setdefault(key, len(self._kinds))
+        if number == len(self._kinds):
+            self._kinds.append(key)
+        return number
+
+    def add(self, kind: int, chunk_hash: bytes, seen: os.stat_result) -> None:
+        self._used.append(max(seen.st_mtime_ns, 0))
+        self._at.append(len(self._hashes))
+        self._kind.append(kind)
+        self._blocks.append(seen.st_blocks)
+        self._hashes += chunk_hash
+
+    def oldest_first(self) -> Iterator[Tuple[str, str, int, int, bytes, int]]:
+        """Model name, salt, rank, group, hash and disk bytes of each chunk."""
+        order = array("I", sorted(range(len(self._used)), key=self._used.__getitem__))
+        for number in order:
+            model, salt, rank, group, hash_bytes = self._kinds[self._kind[number]]
+            at = self._at[number]
+            chunk_hash = bytes(self._hashes[at : at + hash_bytes])
+            yield model, salt, rank, group, chunk_hash, self._blocks[number] * 512
+
+
 class Store:
     """The files of one cache root, for one server.
 
@@ -269,34 +304,41 @@ class Store:
             self._journal = None
 
     def _read(self) -> Tuple[Index, Usage]:
-        found: List[bytes] = []
-        index, other = Index(), Usage()
+        found, other = _Found(), Usage()
+        index = Index()
         lives: Dict[str, bool] = {}
+        # Most names differ from an earlier one in the hash alone; those need not be taken apart again.
+        heads: Dict[str, Tuple[int, int]] = {}
         for name, seen in walk(self.root, self.writing):
-            size = seen.st_blocks * 512
-            if stat.S_ISDIR(seen.st_mode):
-                self._read_directory(name, other)
+            regular = stat.S_ISREG(seen.st_mode)
+            head, _, tail = name.rpartition("_")
+            known = heads.get(head)
+            chunk_hash = split_hash(tail) if known is not None and regular else None
+            if known is not None and chunk_hash is not None and len(chunk_hash) == known[1]:
+                found.add(known[0], chunk_hash, seen)
                 continue
-            parts = split_name(name) if stat.S_ISREG(seen.st_mode) else None
+            size = seen.st_blocks * 512
+            parts = split_name(name) if regular else None
             if parts is not None:
                 model, chunk_hash, rank, group, salt = parts
                 live = lives.get(model)
                 if live is None:
                     live = lives[model] = self.is_live(model)
-                if live and group <= 0xFFFF:
-                    used = max(seen.st_mtime_ns, 0)
-                    found.append(_FOUND.pack(used, rank, group, size) + index.set_name(model, chunk_hash, salt))
-                else:
+                if not live or group > 0xFFFF:
                     other.dead += size
+                    continue
+                kind = found.kind(model, salt, rank, group, len(chunk_hash))
+                if not salt:
+                    heads[head] = (kind, len(chunk_hash))
+                found.add(kind, chunk_hash, seen)
+            elif stat.S_ISDIR(seen.st_mode):
+                self._read_directory(name, other)
             elif is_temp(name):
                 other.temp += size
             else:
                 other.foreign += size
-        found.sort(reverse=True)
-        while found:
-            packed = found.pop()
-            _, rank, group, size = _FOUND.unpack_from(packed)
-            index.append(packed[_FOUND.size :], _MEMBER.pack(rank, group, size), size)
+        for model, salt, rank, group, chunk_hash, size in found.oldest_first():
+            index.append(index.set_name(model, chunk_hash, salt), _MEMBER.pack(rank, group, size), size)
         return index, other
 
     def _read_directory(self, name: str, other: Usage) -> None:
@@ -387,18 +429,18 @@ class Store:
                 stamps = self._stamps()
                 if any(head[key] != value for key, value in stamps.items()):
                     return False
-                body = file.read()
-            if zlib.crc32(body) != head["crc"]:
-                return False
-            index = Index()
-            names, members = array("H"), array("I")
-            at = head["sets"] * names.itemsize
-            names.frombytes(body[:at])
-            members.frombytes(body[at : at + head["sets"] * members.itemsize])
-            at += head["sets"] * members.itemsize
-            cuts = list(accumulate([*names, *members], initial=at))
-            parts = [body[start:end] for start, end in zip(cuts, cuts[1:])]
-            index.sets = dict(zip(parts[: head["sets"]], parts[head["sets"] :]))
+                start, crc = file.tell(), 0
+                for piece in iter(lambda: file.read(READ_BYTES), b""):
+                    crc = zlib.crc32(piece, crc)
+                if crc != head["crc"]:
+                    return False
+                file.seek(start)
+                index, keys, members = Index(), array("H"), array("I")
+                for lengths in (keys, members):
+                    lengths.frombytes(file.read(head["sets"] * lengths.itemsize))
+                with open(path, "rb") as texts:  # the members stand behind the keys
+                    texts.seek(file.tell() + sum(keys))
+                    index.sets = {file.read(key): texts.read(member) for key, member in zip(keys, members)}
             for name in head["names"]:
                 index.set_name(name, b"", "")
             index.model_bytes = list(head["model_bytes"])
