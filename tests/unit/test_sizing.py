@@ -37,6 +37,8 @@ def test_bytes_per_token_and_rank(model):
 def test_ranks_and_files():
     found = planned(MODELS["Qwen3-32B"][0])
     assert found["chunk_file_bytes"] == 65536 * 256
+    framed = planned(MODELS["Qwen3-32B"][0], store_format="framed")
+    assert framed["chunk_file_bytes"] == 65536 * 256 + 4096  # the header's page
     assert (found["files_per_chunk"], found["token_bytes"]) == (4, 4 * 65536)
     assert found["l1_tokens"] == 64 * 2**30 // (4 * 65536)
     assert found["l2_tokens"] == 1500 * 10**9 // (4 * 65536) // 256 * 256

@@ -39,7 +39,7 @@ def test_the_connector_json_arrives_as_it_was_written(host):
     pid = host.check_output("systemctl show -p MainPID --value kvpersist-lmcache")
     argv = host.check_output(f"tr '\\0' '\\n' < /proc/{pid}/cmdline").splitlines()
     adapter = json.loads(argv[argv.index("--l2-adapter") + 1])
-    assert adapter["persist_enabled"] is True
+    assert adapter["adapter_params"]["root"] == "/var/lib/kvpersist"
     top = host.check_output("docker top smollm2-kvp -eo pid,args")
     assert '"kv_load_failure_policy": "recompute"' in top
 

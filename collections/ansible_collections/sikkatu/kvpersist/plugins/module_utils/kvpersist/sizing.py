@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, Optional
 
 from .identity import CacheIdentity, rank_heads
+from .objects import HEADER_BYTES, PAGE_BYTES
 
 GIB = 1024**3
 GB = 10**9
-PAGE_BYTES = 4096
 
 #: Bytes of one element (vLLM's ``STR_DTYPE_TO_TORCH_DTYPE``).
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -59,7 +59,7 @@ def plan(identity: CacheIdentity, l1_size_gb: float, l2_size_gb: float) -> Dict[
         "token_bytes_per_rank": per_rank,
         "token_bytes": int(token_bytes),
         "chunk_tokens": chunk,
-        "chunk_file_bytes": chunk_bytes,
+        "chunk_file_bytes": chunk_bytes + (HEADER_BYTES if pins["store_format"] == "framed" else 0),
         "files_per_chunk": pieces * pins["pipeline_parallel_size"],
         "l1_tokens": int(l1_size_gb * GIB / token_bytes) // chunk * chunk,
         "l2_tokens": int(l2_size_gb * GB / token_bytes) // chunk * chunk,
