@@ -1,6 +1,10 @@
 """A cache root: counted truly, evicted by whole sets in the order of use, never by starting."""
 
+import errno
+import json
 import os
+import threading
+import time
 import tracemalloc
 
 import pytest
@@ -81,6 +85,33 @@ def test_what_is_used_stays(tmp_path):
     assert stored(store, tmp_path, key(99))
     assert store.has(key(0))
     assert not store.has(key(1))
+
+
+@pytest.mark.parametrize("share", [1.0, 1.2])
+def test_stores_in_parallel_make_room_once(tmp_path, monkeypatch, share):
+    """However far above the watermark it starts, and however many stores make room at a time."""
+    for number in range(1000):
+        write(tmp_path, key(number), age=2000 - number, size=4096)
+    store = opened(tmp_path, budget=int(1000 * 4096 / share))
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", lambda path: (time.sleep(0.0002), unlink(path)))
+    threads = [threading.Thread(target=store.promise, args=(4096, LIVE)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.promised == 4 * 4096
+    assert 0.7 * store.budget_bytes <= store.usage().live <= 0.8 * store.budget_bytes
+
+
+def test_a_disk_that_was_read_only_is_evicted_from_again(tmp_path, monkeypatch):
+    for number in range(10):
+        write(tmp_path, key(number), age=100 - number)
+    store = opened(tmp_path, budget=10 * SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda path: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+        assert not stored(store, tmp_path, key(98))
+    assert stored(store, tmp_path, key(99))
 
 
 def test_pinned_sets_are_not_evicted(tmp_path):
@@ -200,6 +231,37 @@ def test_the_index_is_saved_and_taken_only_for_the_same_root(tmp_path):
     assert Store(str(tmp_path), [LIVE], 10**9).open()
     assert not Store(str(tmp_path), [DEAD], 10**9).open()
     (tmp_path / ".kvpersist/changed").touch()
+    assert not Store(str(tmp_path), [LIVE], 10**9).open()
+
+
+def test_an_index_that_is_known_to_be_outdated_is_not_saved(tmp_path):
+    """After a cleanup beside the server, and after another model became the live one."""
+    (tmp_path / ".kvpersist/quarantine").mkdir(parents=True)
+    write(tmp_path, key(1))
+    write(tmp_path, key(2, model=DEAD))
+    store = opened(tmp_path)
+    store.save()
+    (tmp_path / file_name(key(2, model=DEAD))).unlink()
+    (tmp_path / ".kvpersist/changed").touch()
+    store.save()
+    again = Store(str(tmp_path), [LIVE], 10**9)
+    assert not again.open()
+    assert again.usage().dead == 0
+    again.live = frozenset([DEAD])
+    again.save()
+    assert not Store(str(tmp_path), [DEAD], 10**9).open()
+
+
+@pytest.mark.parametrize("what", ["model_bytes", "names", "count"])
+def test_the_head_of_the_index_is_checked_too(tmp_path, what):
+    (tmp_path / ".kvpersist/quarantine").mkdir(parents=True)
+    write(tmp_path, key(1))
+    opened(tmp_path).save()
+    saved = tmp_path / ".kvpersist/index"
+    line, _, body = saved.read_bytes().partition(b"\n")
+    head = json.loads(line)
+    head[what] = ["x"] if what == "names" else [1] if what == "model_bytes" else 9
+    saved.write_bytes(json.dumps(head).encode() + b"\n" + body)
     assert not Store(str(tmp_path), [LIVE], 10**9).open()
 
 

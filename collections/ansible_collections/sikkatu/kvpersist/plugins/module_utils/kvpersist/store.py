@@ -11,6 +11,7 @@ every tool sees the same order.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -254,6 +255,8 @@ class Store:
         #: What happened to the index while the root is being read; None when it is not.
         self._journal: Optional[List[Tuple[ChunkKey, Optional[int]]]] = None
         self._undeletable: Set[ChunkKey] = set()
+        #: The live names that the index was made for.
+        self._indexed_live = self.live
         self._refused = False
         self._scanned_at = 0.0
         self._changed_ns = 0
@@ -287,7 +290,7 @@ class Store:
                 return
             self._journal = []
         try:
-            changed_ns = self._changed_stamp()
+            changed_ns, live = self._changed_stamp(), self.live
             index, other = self._read()
             with self.lock:
                 for key, size in self._journal:
@@ -297,6 +300,8 @@ class Store:
                         index.add(key, size)
                 self.index, self.other = index, other
                 self.aside.clear()
+                self._undeletable.clear()
+                self._indexed_live = live
                 self._changed_ns, self._refused = changed_ns, False
                 self._index_file_bytes = _disk_bytes(os.path.join(self.root, INDEX_FILE))
         finally:
@@ -391,9 +396,13 @@ class Store:
         One line of JSON, then lengths and texts of the sets. For a store that is not used any more.
         """
         path = os.path.join(self.root, INDEX_FILE)
-        if self.aside:
-            return  # a scan finds them
         with self.lock:
+            # What is known not to be as it is on the disk is no index for the next start.
+            outdated = self._journal is not None or self._indexed_live != self.live
+            if self.aside or outdated or self._changed_stamp() != self._changed_ns:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                return
             sets = self.index.sets
             lengths = [array("H", map(len, sets.keys())), array("I", map(len, sets.values()))]
             body = b"".join([*(part.tobytes() for part in lengths), *sets.keys(), *sets.values()])
@@ -407,8 +416,8 @@ class Store:
                     "count": self.index.count,
                     "sets": len(sets),
                     "other": other,
-                    "crc": zlib.crc32(body),
                 }
+                head["crc"] = zlib.crc32(body, zlib.crc32(_canonical(head)))
                 with open(f"{path}.part", "wb") as file:
                     os.fchmod(file.fileno(), 0o600)
                     file.write(json.dumps(head).encode() + b"\n")
@@ -429,10 +438,11 @@ class Store:
                 stamps = self._stamps()
                 if any(head[key] != value for key, value in stamps.items()):
                     return False
-                start, crc = file.tell(), 0
+                wanted = head.pop("crc")
+                start, crc = file.tell(), zlib.crc32(_canonical(head))
                 for piece in iter(lambda: file.read(READ_BYTES), b""):
                     crc = zlib.crc32(piece, crc)
-                if crc != head["crc"]:
+                if crc != wanted:
                     return False
                 file.seek(start)
                 index, keys, members = Index(), array("H"), array("I")
@@ -524,19 +534,19 @@ class Store:
         return live + self.promised, self.limit() - (self.usage().total() - live)
 
     def _make_room(self, disk_bytes: int, scope: str, bound: Optional[int]) -> None:
-        left: Optional[float] = None
-        while left is None or left > 0:
-            # A lookup waits for the lock: not longer than a few removals take.
+        evicting = False
+        while True:
+            # A lookup waits for the lock, so it is taken anew for each batch; meanwhile other stores make
+            # room too, so what is missing is counted anew as well.
             with self.lock:
-                if left is None:
-                    used, room = self._used_and_room(scope, bound)
-                    if disk_bytes > room or used + disk_bytes <= self.trigger_watermark * room:
-                        return
-                    left = used + disk_bytes - max((self.trigger_watermark - self.eviction_ratio) * room, 0)
-                freed = self._evict(left, scope)
-            if freed == 0:
-                return
-            left -= freed
+                used, room = self._used_and_room(scope, bound)
+                share = self.trigger_watermark - (self.eviction_ratio if evicting else 0)
+                if disk_bytes > room or used + disk_bytes <= max(share * room, 0):
+                    return
+                target = max((self.trigger_watermark - self.eviction_ratio) * room, 0)
+                if self._evict(used + disk_bytes - target, scope) == 0:
+                    return
+            evicting = True
 
     def keep(self, key: ChunkKey, promised_bytes: int, disk_bytes: int) -> None:
         """The promised file is there, under its name."""
@@ -587,13 +597,18 @@ class Store:
                 os.unlink(self.path(key))
             except FileNotFoundError:
                 pass
-            except OSError:  # such as a directory of that name: the next set may go
-                self._undeletable.add(key)
+            except OSError as error:
+                if error.errno == errno.EISDIR:  # it never goes; a disk that is read-only for a while does
+                    self._undeletable.add(key)
                 continue
             self.forget(key)
             freed += size
             self.evicted += 1
         return freed
+
+
+def _canonical(head: Mapping[str, Any]) -> bytes:
+    return json.dumps(head, sort_keys=True).encode()
 
 
 def _disk_bytes(path: str) -> int:
