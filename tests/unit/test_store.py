@@ -298,6 +298,44 @@ def test_the_store_is_used_while_the_root_is_read(tmp_path, monkeypatch):
     assert store.usage().live == 3 * SIZE
 
 
+def test_another_name_becomes_the_live_one_while_the_root_is_read(tmp_path, monkeypatch):
+    """The running scan is of the wrong name: it is done again, and nothing of the first name is evicted meanwhile."""
+    write(tmp_path, key(1))
+    write(tmp_path, key(2, model=DEAD))
+    store = opened(tmp_path, budget=3 * SIZE)
+    read = store._read
+
+    def switched():
+        found = read()
+        if store.live == frozenset([LIVE]):
+            store.serve(DEAD)
+            assert (store.usage().dead, store.has(key(1))) == (2 * SIZE, False)
+            assert not store.promise(2 * SIZE, DEAD)
+        return found
+
+    monkeypatch.setattr(store, "_read", switched)
+    store.scan()
+    assert [store.has(key(1)), store.has(key(2, model=DEAD))] == [False, True]
+    assert (store.usage().live, store.usage().dead) == (SIZE, SIZE)
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_model_name_with_slashes_is_found_again(tmp_path):
+    """A file name cannot have them, so a scan gives them back as dashes."""
+    chunk = key(1, model="org/name")
+    store = Store(str(tmp_path), ["org/name"], 4 * SIZE, quotas={"org/name": 3 * SIZE}, free_bytes=lambda: 10**12)
+    store.scan()
+    assert stored(store, tmp_path, chunk)
+    store.scan()
+    assert store.has(chunk)
+    assert store.pin(chunk)
+    assert not stored(store, tmp_path, key(2, model="org/name"), size=3 * SIZE)  # it is in use
+    assert stored(store, tmp_path, chunk)
+    assert store.usage().live == SIZE
+    store.unpin(chunk)
+    assert stored(store, tmp_path, key(2, model="org/name"), size=3 * SIZE)
+
+
 def test_a_use_is_written_to_the_file(tmp_path):
     write(tmp_path, key(1), age=900)
     write(tmp_path, key(2), age=100)

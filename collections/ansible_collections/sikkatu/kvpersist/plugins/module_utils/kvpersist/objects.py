@@ -59,8 +59,7 @@ NAME_MAX = 255
 def file_name(key: ChunkKey) -> str:
     """Name of the chunk's file, as ``nixl_store_dynamic`` spells it (``_object_key_to_filename``)."""
     salt = f"@{key.salt}" if key.salt else ""
-    model = key.model_name.replace("/", "--")
-    return f"{model}_{key.kv_rank:08x}_{key.object_group:x}_{key.chunk_hash.hex()}{salt}.bin"
+    return f"{spelled(key.model_name)}_{key.kv_rank:08x}_{key.object_group:x}_{key.chunk_hash.hex()}{salt}.bin"
 
 
 def split_name(name: str) -> Optional[Tuple[str, bytes, int, int, str]]:
@@ -87,6 +86,11 @@ def parse_name(name: str) -> Optional[ChunkKey]:
     """The key of a file name; None for a file that is no chunk. ``a/b`` comes back as ``a--b``."""
     parts = split_name(name)
     return None if parts is None else ChunkKey(*parts)
+
+
+def spelled(model_name: str) -> str:
+    """The model name as file names have it, and so as anything has it that a scan finds again."""
+    return model_name.replace("/", "--")
 
 
 def base_model(model_name: str) -> str:

@@ -23,7 +23,7 @@ from array import array
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
-from .objects import ChunkKey, base_model, file_name, is_temp, split_hash, split_name
+from .objects import ChunkKey, base_model, file_name, is_temp, spelled, split_hash, split_name
 
 #: Product files live below the root in here; quarantine is a directory of it.
 PRODUCT_DIR = ".kvpersist"
@@ -82,11 +82,12 @@ class Index:
 
     def bytes_of(self, model_name: str) -> int:
         """Disk bytes of one model name's chunks."""
-        number = self._numbers.get(model_name)
+        number = self._numbers.get(spelled(model_name))
         return 0 if number is None else self.model_bytes[number]
 
     def set_name(self, model_name: str, chunk_hash: bytes, salt: str) -> bytes:
         """What a set is found by: number of the model name, length of the hash, hash, salt."""
+        model_name = spelled(model_name)
         number = self._numbers.get(model_name)
         if number is None:
             number = self._numbers[model_name] = len(self.names)
@@ -153,7 +154,7 @@ class Index:
 
     def oldest_sets(self, model_name: str = "") -> Iterator[List[Tuple[ChunkKey, int]]]:
         """Whole sets with their disk bytes, oldest first, of one model name or of all."""
-        number = self._numbers.get(model_name)
+        number = self._numbers.get(spelled(model_name))
         for name, members in self.sets.items():
             if model_name and number != name[0] << 8 | name[1]:
                 continue
@@ -236,16 +237,17 @@ class Store:
         free_bytes: Optional[Callable[[], int]] = None,
     ) -> None:
         self.root = root
-        self.live = frozenset(live)
+        self.live = frozenset(map(spelled, live))
         self.budget_bytes = budget_bytes
         self.reserve_bytes = reserve_bytes
         self.trigger_watermark = trigger_watermark
         self.eviction_ratio = eviction_ratio
-        self.quotas = dict(quotas or {})
+        self.quotas = {spelled(name): size for name, size in (quotas or {}).items()}
         self.lock = threading.RLock()
         self.index = Index()
         self.other = Usage()
-        self.pinned: Dict[ChunkKey, int] = {}
+        #: How often the chunk of a file name is in use.
+        self.pinned: Dict[str, int] = {}
         self.promised = 0
         self.evicted = 0
         #: Disk bytes of files that stay under their names, but hold nothing that can be read.
@@ -268,7 +270,14 @@ class Store:
     # -- what is there -------------------------------------------------------------------
 
     def is_live(self, model_name: str) -> bool:
-        return ALL_NAMESPACES in self.live or base_model(model_name) in self.live
+        return ALL_NAMESPACES in self.live or base_model(spelled(model_name)) in self.live
+
+    def serve(self, model_name: str) -> None:
+        """Make this the live name. The chunks of another are out of reach at once; its own come with a :meth:`scan`."""
+        with self.lock:
+            self.live = frozenset([spelled(model_name)])
+            self.other.dead += self.index.total()
+            self.index = Index()
 
     def path(self, key: ChunkKey) -> str:
         return os.path.join(self.root, file_name(key))
@@ -283,8 +292,14 @@ class Store:
     def scan(self) -> None:
         """Read the root: the live chunks in age order, everything else as bytes. Deletes nothing.
 
-        The store may be used meanwhile, from other threads.
+        The store may be used meanwhile, from other threads. When another name becomes the live
+        one meanwhile, it is read again.
         """
+        self._scan()
+        while self._journal is None and self._indexed_live != self.live:
+            self._scan()
+
+    def _scan(self) -> None:
         with self.lock:
             if self._journal is not None:
                 return
@@ -293,6 +308,9 @@ class Store:
             changed_ns, live = self._changed_stamp(), self.live
             index, other = self._read()
             with self.lock:
+                self._indexed_live = live
+                if live != self.live:
+                    return
                 for key, size in self._journal:
                     if size is None:
                         index.discard(key)
@@ -301,7 +319,6 @@ class Store:
                 self.index, self.other = index, other
                 self.aside.clear()
                 self._undeletable.clear()
-                self._indexed_live = live
                 self._changed_ns, self._refused = changed_ns, False
                 self._index_file_bytes = _disk_bytes(os.path.join(self.root, INDEX_FILE))
         finally:
@@ -477,16 +494,18 @@ class Store:
         with self.lock:
             if not self.index.touch(key):
                 return False
-            self.pinned[key] = self.pinned.get(key, 0) + 1
+            name = file_name(key)
+            self.pinned[name] = self.pinned.get(name, 0) + 1
             return True
 
     def unpin(self, key: ChunkKey) -> None:
         with self.lock:
-            count = self.pinned.get(key, 0) - 1
+            name = file_name(key)
+            count = self.pinned.get(name, 0) - 1
             if count > 0:
-                self.pinned[key] = count
+                self.pinned[name] = count
             else:
-                self.pinned.pop(key, None)
+                self.pinned.pop(name, None)
 
     def stamp(self, keys: Iterable[ChunkKey]) -> None:
         """Note in their files that the chunks were used now, each at most once in TOUCH_SECONDS."""
@@ -504,7 +523,9 @@ class Store:
     def stale(self) -> bool:
         """Whether the root has to be read again: it was cleaned up, or it was full and may have been emptied."""
         age = time.monotonic() - self._scanned_at
-        return (age > 1 and self._changed_stamp() != self._changed_ns) or (age > RESCAN_SECONDS and self._refused)
+        if self._indexed_live != self.live or (age > RESCAN_SECONDS and self._refused):
+            return True
+        return age > 1 and self._changed_stamp() != self._changed_ns
 
     def promise(self, disk_bytes: int, model_name: str = "") -> bool:
         """Make room for a file of that size: True when it may be written.
@@ -513,6 +534,7 @@ class Store:
         recently used first. False when even that is not enough; then nothing left for it. Each
         promise ends with :meth:`keep` or :meth:`give_back`.
         """
+        model_name = spelled(model_name)
         quota = self.quotas.get(model_name, self.quotas.get(base_model(model_name)))
         scopes = [("", None)] if quota is None else [(model_name, quota), ("", None)]
         for scope, bound in scopes:
@@ -588,7 +610,7 @@ class Store:
         for members in self.index.oldest_sets(scope):
             if chosen_bytes >= wanted or sets >= EVICTION_BATCH:
                 break
-            if not any(key in self.pinned or key in self._undeletable for key, _ in members):
+            if not any(file_name(key) in self.pinned or key in self._undeletable for key, _ in members):
                 sets += 1
                 chosen += members
                 chosen_bytes += sum(size for _, size in members)

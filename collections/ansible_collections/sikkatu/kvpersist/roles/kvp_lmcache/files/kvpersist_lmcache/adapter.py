@@ -255,7 +255,7 @@ class StoreAdapter(L2AdapterInterface):
                 is_open = seen["gate"] == "open"
                 if is_open and not self.store.is_live(seen["model"]):
                     logger.warning("kvpersist store: %s is served now", seen["model"])
-                    self.store.live = frozenset([seen["model"]])
+                    self.store.serve(seen["model"])
                     self._rescan()
                 self._gate = (stamp, is_open)
         except (OSError, ValueError, KeyError, TypeError):
@@ -650,7 +650,7 @@ class StoreAdapter(L2AdapterInterface):
             chunk = chunk_key(key)
             with self.store.lock:
                 size = self.store.index.get(chunk)
-                if size is None or chunk in self.store.pinned:
+                if size is None or chunkfile.file_name(chunk) in self.store.pinned:
                     continue
                 try:
                     os.unlink(self.store.path(chunk))
