@@ -6,7 +6,7 @@ cd "$REPO"
 ROLES=collections/ansible_collections/sikkatu/kvpersist/roles
 passed=0 failed=0 notes=()
 OUTPUT=$(mktemp) BESIDE=$(mktemp) beside_pid=
-trap 'rm -f "$OUTPUT" "$BESIDE" "$BESIDE.status"; [ -z "$beside_pid" ] || kill "$beside_pid" 2>/dev/null' EXIT
+trap 'rm -f "$OUTPUT" "$BESIDE" "$BESIDE.status"; [ -z "$beside_pid" ] || kill "$beside_pid" 2>/dev/null || true' EXIT
 
 step() { # step NAME COMMAND... - run one check, count it, go on
   local name=$1 start=$SECONDS
