@@ -430,6 +430,19 @@ def test_nothing_is_dead_on_a_host_that_serves_uncached(admin, tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / file_name(chunk("old-kvp-1"))).write_bytes(b"x")
     (admin.path / "identity.env").write_text("KVP_NAMESPACE=\nKVP_MODEL=uncached-x\n")
-    code, _, err = admin("cleanup", "--root", str(tmp_path / "root"), "--dead", "--apply")
+    (admin.path / "cache.env").write_text(f"KVP_CACHE_ROOT={tmp_path}/root\n")
+    code, _, err = admin("cleanup", "--dead", "--apply")
     assert (code, len(list((tmp_path / "root").iterdir()))) == (2, 1)
     assert "--dead is given, but this host serves uncached" in err
+
+
+def test_what_is_dead_in_another_hosts_cache_is_not_known(admin, cache, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / file_name(chunk("old-kvp-1"))).write_bytes(b"x")
+    code, _, err = admin("cleanup", "--root", str(elsewhere), "--dead", "--apply")
+    assert code == 2
+    assert f"--dead is given with --root {elsewhere}, which is not this host's cache" in err
+    assert len(list(elsewhere.iterdir())) == 1
+    assert admin("cleanup", "--root", f"{cache}/", "--dead", "--apply")[0] == 0
+    assert not (cache / file_name(chunk("old-kvp-1"))).exists()

@@ -314,6 +314,7 @@ ODD_NAMES += [
     f"./{CHUNK_NAME}",
 ]
 ODD_NAMES += [f".kvpersist/quarantine/deep/{CHUNK_NAME}", ".kvpersist/quarantine/..", ".kvpersist/quarantine/"]
+ODD_NAMES += [f".kvpersist/quarantine/{base}" for base in ("notes.1", CHUNK_NAME, f"{CHUNK_NAME}.x", f"{CHUNK_NAME}.")]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
@@ -325,6 +326,9 @@ def test_a_name_that_is_no_chunks_is_never_removed(root, name):
     write(outside, f".kvpersist/quarantine/deep/{CHUNK_NAME}")
     for path in ["notes.txt", "kvp-1.json", CHUNK_NAME]:
         write(outside, path)
+    for base in ["notes.1", CHUNK_NAME, f"{CHUNK_NAME}.x", f"{CHUNK_NAME}."]:
+        write(outside, f".kvpersist/quarantine/{base}")
+    assert retention.removable(str(outside), [], corrupt=True) == []
     before = tree(root)
     listed = retention.File(name, 0, NOW, retention.CHUNK, LIVE)
     removed, kept = retention.remove(str(outside), [listed])
@@ -382,9 +386,10 @@ from kvpersist import retention
 root, chunk = sys.argv[2], sys.argv[3]
 for place in (".kvpersist/quarantine", "sub"):
     subprocess.run(["mount", "-t", "tmpfs", "none", os.path.join(root, place)], check=True)
-    with open(os.path.join(root, place, "there.1"), "w") as file:
+    with open(os.path.join(root, place, os.path.basename(sys.argv[4])), "w") as file:
         file.write("x" * 8192)
-subprocess.run(["mount", "--bind", os.path.join(root, "sub/there.1"), os.path.join(root, chunk)], check=True)
+over = os.path.join(root, "sub", os.path.basename(sys.argv[4]))
+subprocess.run(["mount", "--bind", over, os.path.join(root, chunk)], check=True)
 shown = retention.report(root, [])
 assert chunk not in [file.name for file in retention.files(root)]
 assert shown["bytes"]["quarantine"] == shown["bytes"]["dead"] == 0, shown
@@ -400,13 +405,14 @@ print("kept")
 
 def test_another_file_system_is_not_entered(tmp_path):
     write(tmp_path, CHUNK_NAME, days=1)
-    write(tmp_path, ".kvpersist/quarantine/there.1")
+    aside = f".kvpersist/quarantine/{CHUNK_NAME}.1"
+    write(tmp_path, aside)
     write(tmp_path, "sub/x")
     space = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*space, "mount", "-t", "tmpfs", "none", tmp_path / "sub"], check=False).returncode != 0:
         pytest.skip("no mount namespaces here")
     core = str(COLLECTION / "plugins/module_utils")
-    words = [sys.executable, "-c", MOUNTED, core, tmp_path, CHUNK_NAME, ".kvpersist/quarantine/there.1"]
+    words = [sys.executable, "-c", MOUNTED, core, tmp_path, CHUNK_NAME, aside]
     done = subprocess.run([*space, *words], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "kept\n"), done.stderr
 

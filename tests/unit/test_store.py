@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 import tracemalloc
 
 import pytest
@@ -382,3 +383,19 @@ def test_memory_of_the_index(ranks):
     tracemalloc.stop()
     assert index.count == count
     assert used / count < 250
+
+
+def test_a_full_root_is_read_again_now_and_then(tmp_path, monkeypatch):
+    """Where dead files fill the budget for good, reading the root takes a hundredth of the time at most."""
+    for number in range(10):
+        write(tmp_path, key(number, model=DEAD))
+    store = opened(tmp_path, budget=10 * SIZE)
+    assert not stored(store, tmp_path, key(99))
+    now, seconds = time.monotonic(), iter([0.0])
+    monkeypatch.setattr(time, "monotonic", lambda: now + next(seconds, 20.0))
+    monkeypatch.setattr(store, "_refused", True)
+    store.scan()  # took 20 s
+    for later, stale in ((61, False), (1999, False), (2001, True)):
+        monkeypatch.setattr(store, "_refused", True)
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + 20 + later)
+        assert store.stale() is stale

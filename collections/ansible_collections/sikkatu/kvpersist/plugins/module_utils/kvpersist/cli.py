@@ -9,7 +9,6 @@ cleanup: something could not be removed); 2 wrong use, or nothing could be done.
 from __future__ import annotations
 
 import argparse
-import http.client
 import importlib
 import json
 import os
@@ -17,11 +16,10 @@ import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from typing import Any, Dict, List, Optional, Set
 
-from . import gate, render, retention, sizing, state
+from . import render, retention, sizing, state
 from .identity import CacheIdentity, fields_from_env
 from .objects import Crc, base_model
 
@@ -199,6 +197,12 @@ def _root(arguments: argparse.Namespace) -> str:
     return str(root)
 
 
+def _is_own(arguments: argparse.Namespace, root: str) -> bool:
+    """Whether that is the cache root of this host."""
+    own = _variables(arguments.config_dir, "cache.env").get("KVP_CACHE_ROOT")
+    return own is not None and os.path.realpath(own) == os.path.realpath(root)
+
+
 def _live(arguments: argparse.Namespace) -> List[str]:
     """The model names that are not dead: what this host serves."""
     variables = _variables(arguments.config_dir, "identity.env")
@@ -227,6 +231,10 @@ _HITS = re.compile(r'lmcache_mp_lookup_hit_tokens_total\{(?:.*,)?model_name="((?
 
 def _served(config_dir: str) -> Optional[Dict[str, int]]:
     """Tokens that the running lmcache server took from the cache, by model name; None when it does not tell."""
+    # Only here: these two are most of the time that kvp-admin takes to start.
+    import http.client
+    import urllib.request
+
     try:
         with open(os.path.join(config_dir, "gate.json"), encoding="utf-8") as file:
             url = json.load(file)["lmcache_url"]
@@ -353,6 +361,11 @@ def verify(arguments: argparse.Namespace) -> int:
 def cleanup(arguments: argparse.Namespace) -> int:
     """List the files that the selections name, least recently used first, and their bytes; --apply removes them."""
     root, live = _root(arguments), _live(arguments)
+    if arguments.dead and arguments.root and not _is_own(arguments, root):
+        raise ValueError(
+            f"--dead is given with --root {root}, which is not this host's cache: what is live there is not known; "
+            "allowed: --namespace, for each that may go"
+        )
     if arguments.dead and not live:
         raise ValueError(
             "--dead is given, but this host serves uncached: no namespace is live, and which ones it will serve "
@@ -417,7 +430,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="kvp-admin", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    root.add_argument("--config-dir", default=gate.CONFIG_DIR, help="where the env files are (%(default)s)")
+    root.add_argument("--config-dir", default=state.CONFIG_DIR, help="where the env files are (%(default)s)")
     root.add_argument("--run-dir", default=state.RUN_DIR, help="where the services write their state (%(default)s)")
     commands = root.add_subparsers(dest="command", required=True)
     codes = (__doc__ or "").rpartition("\n\n")[2]

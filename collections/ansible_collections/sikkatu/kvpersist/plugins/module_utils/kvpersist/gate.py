@@ -20,7 +20,6 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set
 from . import render, sizing, state
 from .identity import CacheIdentity, fields_from_env
 
-CONFIG_DIR = "/etc/kvpersist"
 UNIT = "kvpersist-lmcache.service"
 VLLM_UNIT = "kvpersist-vllm.service"
 
@@ -162,7 +161,7 @@ def check_manifest(path: str, wanted: Dict[str, Any]) -> List[str]:
 class Gate:
     """One look after another at the lmcache server; the state changes only with what is seen."""
 
-    def __init__(self, config_dir: str = CONFIG_DIR, run_dir: str = state.RUN_DIR) -> None:
+    def __init__(self, config_dir: str = state.CONFIG_DIR, run_dir: str = state.RUN_DIR) -> None:
         self.config_dir = config_dir
         self.run_dir = run_dir
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

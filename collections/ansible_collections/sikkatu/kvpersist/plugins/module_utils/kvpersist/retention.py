@@ -66,7 +66,9 @@ def _kind(name: str) -> str:
     """What a regular file is by its path in the root."""
     folder, slash, base = name.rpartition("/")
     if slash:
-        return QUARANTINE if folder == QUARANTINE_DIR else FOREIGN
+        chunk, _, moved = base.rpartition(".")
+        aside = folder == QUARANTINE_DIR and moved.isdecimal() and split_name(chunk) is not None
+        return QUARANTINE if aside else FOREIGN
     return CHUNK if split_name(base) is not None else TEMP if is_temp(base) else FOREIGN
 
 

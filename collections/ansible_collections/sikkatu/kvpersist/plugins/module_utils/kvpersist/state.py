@@ -10,6 +10,7 @@ import os
 import time
 from typing import Any, Dict, List, Mapping, Optional
 
+CONFIG_DIR = "/etc/kvpersist"
 RUN_DIR = "/run/kvpersist"
 #: For node exporter's textfile collector.
 METRICS_FILE = "kvpersist.prom"

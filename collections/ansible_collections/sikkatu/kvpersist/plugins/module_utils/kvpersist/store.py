@@ -44,6 +44,8 @@ READ_BYTES = 1 << 20
 EVICTION_BATCH = 64
 #: A root that others may have emptied is read again at most this often (seconds).
 RESCAN_SECONDS = 60.0
+#: And it waits this many times as long as that took.
+RESCAN_SHARE = 100.0
 
 _MEMBER = struct.Struct("<IHQ")  # kv_rank, object group, disk bytes
 _INDEX_VERSION = 1
@@ -261,6 +263,7 @@ class Store:
         self._indexed_live = self.live
         self._refused = False
         self._scanned_at = 0.0
+        self._scan_seconds = 0.0
         self._changed_ns = 0
         self._index_file_bytes = 0
         self._touched: Set[ChunkKey] = set()
@@ -304,6 +307,7 @@ class Store:
             if self._journal is not None:
                 return
             self._journal = []
+        started = time.monotonic()
         try:
             changed_ns, live = self._changed_stamp(), self.live
             index, other = self._read()
@@ -323,6 +327,7 @@ class Store:
                 self._index_file_bytes = _disk_bytes(os.path.join(self.root, INDEX_FILE))
         finally:
             self._scanned_at = time.monotonic()
+            self._scan_seconds = self._scanned_at - started
             self._journal = None
 
     def _read(self) -> Tuple[Index, Usage]:
@@ -523,7 +528,9 @@ class Store:
     def stale(self) -> bool:
         """Whether the root has to be read again: it was cleaned up, or it was full and may have been emptied."""
         age = time.monotonic() - self._scanned_at
-        if self._indexed_live != self.live or (age > RESCAN_SECONDS and self._refused):
+        if self._indexed_live != self.live or (
+            self._refused and age > max(RESCAN_SECONDS, RESCAN_SHARE * self._scan_seconds)
+        ):
             return True
         return age > 1 and self._changed_stamp() != self._changed_ns
 

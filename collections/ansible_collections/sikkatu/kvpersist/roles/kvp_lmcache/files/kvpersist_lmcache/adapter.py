@@ -80,7 +80,7 @@ class StoreAdapterConfig(L2AdapterConfigBase):
         codec: str = "none",
         fsync: str = "file",
         gate_file: str = "",
-        threads: int = 4,
+        threads: int = 8,
     ) -> None:
         self.root = root
         self.budget_bytes = budget_bytes
@@ -222,7 +222,9 @@ class StoreAdapter(L2AdapterInterface):
         self._gate: tuple[int, bool] = (0, False)
         self._scanner: Optional[threading.Thread] = None
         self._pages = threading.local()
-        self._workers = ThreadPoolExecutor(config.threads, thread_name_prefix="kvpersist")
+        # Two pools: a request waits for its loads, and they do not wait for stores.
+        self._storing = ThreadPoolExecutor(config.threads, thread_name_prefix="kvpersist-store")
+        self._loading = ThreadPoolExecutor(config.threads, thread_name_prefix="kvpersist-load")
         self._register_metrics()
         usage = self.store.usage()
         logger.info(
@@ -360,12 +362,12 @@ class StoreAdapter(L2AdapterInterface):
                 self._stored[task] = L2StoreResult(success, sum(size for _, size in written) if success else 0)
             self._store_efd.notify()
 
-        self._submit(task, keys, objects, self._store_one, done)
+        self._submit(self._storing, keys, objects, self._store_one, done)
         return task
 
     def _submit(
         self,
-        task: L2TaskId,
+        workers: ThreadPoolExecutor,
         keys: list[ObjectKey],
         objs: list[MemoryObj],
         work: Callable[[ChunkKey, MemoryObj], Any],
@@ -386,7 +388,7 @@ class StoreAdapter(L2AdapterInterface):
             batch.finish(position, result)
 
         for position, (key, obj) in enumerate(zip(keys, objs)):
-            self._workers.submit(run, position, key, obj)
+            workers.submit(run, position, key, obj)
 
     def pop_completed_store_tasks(self) -> dict[L2TaskId, L2StoreResult]:
         with self._tasks:
@@ -511,7 +513,7 @@ class StoreAdapter(L2AdapterInterface):
                 found.set(position)
                 used.append(chunk)
         if used:
-            self._workers.submit(self.store.stamp, used)
+            self._storing.submit(self.store.stamp, used)
         with self._tasks:
             self._looked_up[task] = found
         self._lookup_efd.notify()
@@ -541,7 +543,7 @@ class StoreAdapter(L2AdapterInterface):
                 self._loaded[task] = loaded
             self._load_efd.notify()
 
-        self._submit(task, keys, objects, self._load_one, done)
+        self._submit(self._loading, keys, objects, self._load_one, done)
         return task
 
     def query_load_result(self, task_id: L2TaskId) -> Bitmap | None:
@@ -683,7 +685,8 @@ class StoreAdapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        self._workers.shutdown(wait=True)
+        self._storing.shutdown(wait=True)
+        self._loading.shutdown(wait=True)
         self.store.save()
         for notifier in (self._store_efd, self._lookup_efd, self._load_efd):
             notifier.close()
