@@ -6,7 +6,12 @@ import pathlib
 import re
 import subprocess
 
+import pytest
+
 REPO = pathlib.Path(__file__).resolve().parents[2]
+
+#: More cases of what `make test` shows with one or two.
+long = pytest.mark.skipif("KVP_LONG" not in os.environ, reason="make test-all")
 
 
 class Play:

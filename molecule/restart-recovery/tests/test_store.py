@@ -5,12 +5,11 @@ A chunk of this model (256 tokens of float32) takes 11.8 MB on the disk. What is
 """
 
 import json
-import os
 import re
 import time
 
 import pytest
-from play import told
+from play import long, told
 
 ROOT = "/var/lib/kvpersist"
 URL = "http://127.0.0.1:8080"
@@ -18,8 +17,6 @@ BUDGET = 150_000_000
 CHUNK = 11796480
 #: Tokens of a prompt that is two chunks long, and of the same chat some turns later.
 SHORT, LONG = 600, 1500
-
-long = pytest.mark.skipif("KVP_LONG" not in os.environ, reason="make test-all")
 
 #: One chunk each, and two for those that are swapped.
 DAMAGE = {
