@@ -27,10 +27,11 @@ def admin(tmp_path, monkeypatch, capsys):
     pins = {env_names()[name]: value for name, value in IDENTITY.items}
     named = {**pins, "KVP_NAMESPACE": IDENTITY.namespace(), "KVP_MODEL": IDENTITY.lmcache_model_name()}
     (tmp_path / "identity.env").write_text(env_file(named))
+    (tmp_path / "run").mkdir()
     (tmp_path / "cache.env").write_text("KVP_CACHE_ROOT=/nowhere\nKVP_L1_SIZE_GB=0.5\nKVP_L2_SIZE_GB=30\n")
 
     def run(*words):
-        code = cli.main(["--config-dir", str(tmp_path), "--run-dir", str(tmp_path), *words])
+        code = cli.main(["--config-dir", str(tmp_path), "--run-dir", str(tmp_path / "run"), *words])
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
@@ -38,23 +39,16 @@ def admin(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_status_of_a_host_that_caches(admin):
-    state.write("vllm", {"caching": True, "reason": ""}, str(admin.path))
-    state.write("gate", {"gate": "open", "reason": "", "differences": [], "model": "m"}, str(admin.path))
-    code, out, _ = admin("status")
-    assert (code, out.splitlines()[0]) == (0, "cached")
-    code, out, _ = admin("status", "--json")
-    assert json.loads(out)["caching"] is True
-
-
 def test_status_says_each_reason(admin):
     code, out, _ = admin("status")
     assert code == 1
     assert "vLLM was never started" in out
     assert "the gate never ran" in out
-    state.write("vllm", {"caching": False, "reason": "lmcache did not answer"}, str(admin.path))
+    state.write("vllm", {"caching": False, "reason": "lmcache did not answer"}, str(admin.path / "run"))
     state.write(
-        "gate", {"gate": "refused", "reason": "no", "differences": ["block_size: 1, 2"], "model": ""}, str(admin.path)
+        "gate",
+        {"gate": "refused", "reason": "no", "differences": ["block_size: 1, 2"], "model": ""},
+        str(admin.path / "run"),
     )
     code, out, _ = admin("status")
     assert (code, out.splitlines()[0]) == (1, "UNCACHED")
@@ -73,7 +67,8 @@ def test_status_of_a_host_that_was_never_provisioned(admin):
 def test_odd_files_are_no_traceback(admin):
     for name in ("gate.json", "vllm.json"):
         for text in ("{}", '{"gate": "refused"}', '{"caching": true}', "[", "[" * 100000):
-            (admin.path / name).write_text(text)
+            for folder in ("", "run"):
+                (admin.path / folder / name).write_text(text)
             assert admin("status")[0] == 1
     (admin.path / "deep.json").write_text("[" * 100000)
     assert admin("identity", "--fields", str(admin.path / "deep.json"))[0] == 2
@@ -182,6 +177,53 @@ def server(admin):
         (admin.path / "gate.json").write_text(json.dumps({"lmcache_url": url}))
         yield Handler
         listening.shutdown()
+
+
+def test_status_of_a_host_that_caches(admin, cache, server):
+    (admin.path / "cache.env").write_text(f"KVP_CACHE_ROOT={cache}\nKVP_L2_SIZE_GB=1\n")
+    state.write("vllm", {"caching": True, "reason": ""}, str(admin.path / "run"))
+    state.write("gate", {"gate": "open", "reason": "", "differences": [], "model": "m"}, str(admin.path / "run"))
+    code, out, _ = admin("status")
+    assert (code, out.splitlines()[0]) == (0, "cached")
+    code, out, _ = admin("status", "--json")
+    assert json.loads(out)["caching"] is True
+
+
+def test_status_says_what_is_wrong_with_the_store(admin, cache, server, monkeypatch):
+    """The services run, and yet nothing can be stored or read."""
+
+    def said(**disk):
+        real = os.statvfs(cache)
+        seen = {"f_bavail": real.f_bavail, "f_frsize": real.f_frsize, "f_flag": 0, **disk}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**seen))
+            code, out, _ = admin("status", "--json")
+        return code, " ".join(json.loads(out)["problems"])
+
+    state.write("vllm", {"caching": True, "reason": ""}, str(admin.path / "run"))
+    state.write("gate", {"gate": "open", "reason": "", "differences": [], "model": "m"}, str(admin.path / "run"))
+    (admin.path / "cache.env").write_text(f"KVP_CACHE_ROOT={cache}\nKVP_L2_SIZE_GB=1\n")
+    assert said() == (0, "")
+    assert said(f_flag=os.ST_RDONLY) == (
+        1,
+        f"{cache} is mounted read-only, so nothing is stored: mount -o remount,rw {cache}",
+    )
+    code, text = said(f_bavail=0)
+    assert (code, f"the disk of {cache} is full" in text) == (1, True)
+    server.text = (
+        'kvp_disk_bytes{class="live",otel_scope_name="kvpersist"} 4e+08\nkvp_disk_bytes{class="dead"} 9.4e+08\n'
+    )
+    assert said() == (0, "")
+    server.text += 'kvp_disk_bytes{class="foreign"} 2e+07\n'
+    code, text = said()
+    assert (code, "0.960 GB of the budget of 1.000 GB, so nothing is stored" in text) == (1, True)
+    (admin.path / "cache.env").write_text("KVP_CACHE_ROOT=/nowhere\n")
+    code, text = said()
+    assert (code, "/nowhere cannot be read: No such file or directory. Is its disk there" in text) == (1, True)
+    (admin.path / "gate.json").write_text('{"lmcache_url": "http://127.0.0.1:9"}')
+    assert "kvpersist-lmcache is active, but does not answer" in said()[1]
+    monkeypatch.setattr(cli, "_unit_states", lambda: dict.fromkeys(cli.UNITS, "inactive"))
+    assert "does not answer" not in said()[1]
 
 
 def test_report_asks_the_running_server_what_it_served(admin, cache, server):

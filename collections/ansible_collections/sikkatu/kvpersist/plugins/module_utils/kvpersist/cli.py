@@ -26,6 +26,9 @@ from .objects import Crc, base_model
 #: The Python of LMCache, with what the store needs; kvp-admin runs on it where it is there.
 PYTHON = "/usr/lib/kvpersist/lmcache-venv/bin/python"
 
+#: Share of the budget that files of others may take before next to nothing is stored.
+FULL_SHARE = 0.95
+
 UNITS = ("kvpersist-lmcache", "kvpersist-vllm", "kvpersist-gate")
 
 
@@ -80,6 +83,49 @@ def _unit_states() -> Dict[str, str]:
     return shown
 
 
+_SAMPLE = re.compile(r"(kvp_[a-z_]+)(?:\{(?:.*,)?class=\"([a-z]+)\".*\}|\{.*\})? ([0-9.e+-]+)")
+
+
+def _store_problems(arguments: argparse.Namespace, is_active: bool) -> List[str]:
+    """Why nothing may be stored or read although the services run, and what to do."""
+    problems = []
+    text = _metrics(arguments.config_dir) if is_active else None
+    if is_active and text is None:
+        problems.append(
+            "kvpersist-lmcache is active, but does not answer; requests wait for it, then go on uncached: "
+            "systemctl restart kvpersist-lmcache"
+        )
+    root = _variables(arguments.config_dir, "cache.env").get("KVP_CACHE_ROOT", "")
+    try:
+        os.scandir(root).close()
+        disk = os.statvfs(root)
+    except OSError as error:
+        problems.append(
+            f"{root} cannot be read: {error.strerror}. Is its disk there (dmesg, lsblk)? Then: systemctl stop "
+            f"kvpersist-lmcache; umount {root}; mount {root}; systemctl start kvpersist-lmcache"
+        )
+        return problems
+    if disk.f_flag & os.ST_RDONLY:
+        problems.append(f"{root} is mounted read-only, so nothing is stored: mount -o remount,rw {root}")
+    limits = _limits(arguments)
+    if disk.f_bavail * disk.f_frsize <= limits["reserve"]:
+        problems.append(
+            f"the disk of {root} is full (free: {disk.f_bavail * disk.f_frsize / sizing.GB:.3f} GB, reserve: "
+            f"{limits['reserve'] / sizing.GB:.3f} GB), so nothing is stored: make room, or kvp-admin cleanup --dead"
+        )
+    if text is not None and limits["budget"]:
+        # The server counts for itself: here nothing is read again.
+        shown = {(match[1], match[2]): float(match[3]) for match in _SAMPLE.finditer(text)}
+        others = sum(size for (name, kind), size in shown.items() if name == "kvp_disk_bytes" and kind != "live")
+        if others > limits["budget"] * FULL_SHARE:
+            problems.append(
+                f"what is not of this model takes {others / sizing.GB:.3f} GB of the budget of "
+                f"{limits['budget'] / sizing.GB:.3f} GB, so nothing is stored: kvp-admin report, "
+                "kvp-admin cleanup --dead"
+            )
+    return problems
+
+
 def status(arguments: argparse.Namespace) -> int:
     """Is vLLM served from the cache, and if not, why not."""
     variables = _variables(arguments.config_dir, "identity.env")
@@ -102,6 +148,7 @@ def status(arguments: argparse.Namespace) -> int:
     elif gate_state["gate"] == "closed" and variables.get("KVP_NAMESPACE"):
         problems.append(f"the gate is closed: {gate_state['reason']}")
     problems += [f"{unit} is {shown}" for unit, shown in units.items() if shown != "active"]
+    problems += _store_problems(arguments, units[UNITS[0]] == "active")
     document: Dict[str, Any] = {
         "caching": not problems,
         "namespace": variables.get("KVP_NAMESPACE") or None,
@@ -210,9 +257,7 @@ def _live(arguments: argparse.Namespace) -> List[str]:
 
 
 def _limits(arguments: argparse.Namespace) -> Dict[str, Any]:
-    """Budget and reserve in bytes, and what the server served; unknown for another root than this host's."""
-    if arguments.root:
-        return {}
+    """Budget and reserve of this host in bytes."""
     budget = _variables(arguments.config_dir, "cache.env").get("KVP_L2_SIZE_GB")
     try:
         adapter = json.loads(_variables(arguments.config_dir, "lmcache-server.env")["KVP_L2_ADAPTER"])
@@ -222,15 +267,14 @@ def _limits(arguments: argparse.Namespace) -> Dict[str, Any]:
     return {
         "budget": int(float(budget) * sizing.GB) if budget else None,
         "reserve": reserve,
-        "served": _served(arguments.config_dir),
     }
 
 
 _HITS = re.compile(r'lmcache_mp_lookup_hit_tokens_total\{(?:.*,)?model_name="((?:[^"\\]|\\.)*)".*\} ([0-9.e+]+)')
 
 
-def _served(config_dir: str) -> Optional[Dict[str, int]]:
-    """Tokens that the running lmcache server took from the cache, by model name; None when it does not tell."""
+def _metrics(config_dir: str) -> Optional[str]:
+    """What the running lmcache server's ``/metrics`` says; None when it does not answer."""
     # Only here: these two are most of the time that kvp-admin takes to start.
     import http.client
     import urllib.request
@@ -241,10 +285,14 @@ def _served(config_dir: str) -> Optional[Dict[str, int]]:
         # The loopback address needs no proxy, whatever the environment says.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{url}/metrics", timeout=5) as response:
-            text = response.read().decode("utf-8", "replace")
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+            return str(response.read().decode("utf-8", "replace"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
         return None
-    if "lmcache_mp_" not in text:
+
+
+def _served(text: Optional[str]) -> Optional[Dict[str, int]]:
+    """Tokens that the running lmcache server took from the cache, by model name; None when it does not tell."""
+    if text is None or "lmcache_mp_" not in text:
         return None
     served: Counter[str] = Counter()
     for line in text.splitlines():
@@ -269,7 +317,10 @@ def _shown(text: str) -> str:
 def report(arguments: argparse.Namespace) -> int:
     """What the cache holds, by namespace: bytes, objects, tokens, complete and incomplete sets, age, live or dead,
     and what shared prefixes saved (a chunk is kept once, however many requests share it)."""
-    shown = retention.report(_root(arguments), _live(arguments), **_limits(arguments))
+    limits: Dict[str, Any] = {}  # unknown for another root than this host's
+    if not arguments.root:
+        limits = {**_limits(arguments), "served": _served(_metrics(arguments.config_dir))}
+    shown = retention.report(_root(arguments), _live(arguments), **limits)
     if arguments.json:
         print(json.dumps(shown))
         return 0

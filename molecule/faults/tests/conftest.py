@@ -1,0 +1,216 @@
+"""Fixtures of the scenario: the provisioned host, chats streamed while a row is on, and the matrix at the end."""
+
+import contextlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "tests/hosts"))
+
+from play import REPO, Play, told  # noqa: E402  (the path above comes first)
+
+ROOT = "/var/lib/kvpersist"
+LMCACHE, VLLM, GATE = "kvpersist-lmcache", "kvpersist-vllm", "kvpersist-gate"
+DROP_IN = f"/run/systemd/system/{LMCACHE}.service.d"
+#: Disk budget of the inventory, in bytes.
+BUDGET = 0.3e9
+MARKER = "/var/cache/kvpersist/killed"
+#: Seconds that a request may take while only the cache is broken: LMCache's timeout of 10 s, for lookup and for load.
+DEADLINE = 30
+#: Seconds until chats are served from the cache again after a repair.
+RECOVERY = 90
+
+MATRIX = []
+
+
+def inside(fault):
+    """Lines of the unit for a fault of sitecustomize.py."""
+    return [f"Environment=KVP_FAULT={fault} PYTHONPATH=/usr/lib/kvpersist:/srv/faults"]
+
+
+class Host:
+    """The host under test: its processes, its cache, its chats."""
+
+    def __init__(self, host, name):
+        self.host, self.name = host, name
+        self.sh = host.check_output
+        self.run = host.run
+
+    def pid(self, unit):
+        """Main process of a unit; of vLLM, that of its container."""
+        if unit == VLLM:
+            return self.sh("docker inspect --format '{{.State.Pid}}' tiny-kvp")
+        return self.sh(f"systemctl show --property MainPID --value {unit}")
+
+    def kill(self, unit, signal="KILL"):
+        self.sh(f"kill -{signal} {self.pid(unit)}")
+
+    def status(self):
+        """(exit code, problems) of kvp-admin status."""
+        run = self.run("kvp-admin status --json")
+        return run.rc, json.loads(run.stdout)["problems"]
+
+    def metric(self, name, **labels):
+        """Sum of a figure of the lmcache server's own /metrics; None while it does not answer."""
+        run = self.run("curl -sf --max-time 5 http://127.0.0.1:8080/metrics")
+        if run.rc != 0:
+            return None
+        total = 0.0
+        for line in run.stdout.splitlines():
+            match = re.fullmatch(r"(\w+)(?:\{(.*)\})? ([0-9.e+-]+)", line)
+            if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
+                total += float(match[3])
+        return total
+
+    def chunks(self):
+        """Names of the chunk files, the latest first."""
+        return self.sh(f"cd {ROOT} && ls -t | grep '[.]bin$' || true").split()
+
+    def now(self):
+        return float(self.sh("date +%s.%N"))
+
+    def wait(self, what, seconds, seen):
+        """Until ``seen()`` is true."""
+        deadline = time.monotonic() + seconds
+        while not seen():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {self.run('kvp-admin status').stdout}"
+            time.sleep(0.3)
+
+    @contextlib.contextmanager
+    def drop_in(self, *lines):
+        """The lmcache server with these lines in its unit, restarted."""
+        text = "\n".join(["[Service]", *lines, ""])
+        self.sh(f"mkdir -p {DROP_IN} && printf %%s %s > {DROP_IN}/fault.conf && rm -f {MARKER}", text)
+        self.sh(f"systemctl daemon-reload && systemctl restart {LMCACHE}")
+        try:
+            yield
+        finally:
+            self.sh(f"rm -r {DROP_IN} && systemctl daemon-reload && rm -f {MARKER}")
+
+    def reboot(self):
+        """As a VM does: what is in memory is gone, what is on the disks stays."""
+        subprocess.run(["docker", "restart", "--time", "20", self.name], check=True, capture_output=True)
+        subprocess.run([REPO / "tests/hosts/host.sh", "up", self.name], check=True, capture_output=True)
+
+
+class Row:
+    """One row of the matrix while its chats are streamed."""
+
+    def __init__(self, on, name, clients):
+        self.on, self.clients = on, clients
+        self.file = f"/srv/faults/{re.sub('[^a-z0-9]+', '-', name.lower())}.jsonl"
+        self.seen = {}
+        on.sh(f"rm -f {self.file} {self.file}.stop")
+        self.start()
+
+    def start(self):
+        """The clients; once more after the host was off."""
+        command = f"python3 /srv/faults/load.py run {self.file} {self.clients}"
+        self.on.sh(f"systemd-run --quiet --collect --unit chats {command}")
+
+    def records(self):
+        return [json.loads(line) for line in self.on.sh(f"cat {self.file} 2>/dev/null || true").splitlines()]
+
+    def answers(self, since=0.0):
+        return [record for record in self.records() if "ids" in record and record["started"] > since]
+
+    def wait_answers(self, count):
+        """So many more answers."""
+        since = self.on.now()
+        self.on.wait(f"{count} answers", 120, lambda: len(self.answers(since)) >= count)
+
+    def wait_hit(self, since):
+        """Seconds from ``since`` to the first answer that was asked for later and served from the cache."""
+
+        def hits():
+            return [record["ended"] - since for record in self.answers(since) if record["cached"] > 0]
+
+        self.on.wait("a chat served from the cache", RECOVERY, hits)
+        return min(hits())
+
+    def end(self):
+        """Stop the clients and hold what they got against the recompute."""
+        self.on.sh(f"touch {self.file}.stop")
+        self.on.wait("the clients' end", 150, lambda: self.on.run("systemctl is-active chats").rc != 0)
+        self.seen = json.loads(self.on.sh(f"python3 /srv/faults/load.py check {self.file}"))
+        return self.seen
+
+
+@pytest.fixture
+def streamed(on):
+    """``with streamed(NAME) as chats:``; then ``chats.seen`` is what the recompute says of them, for good or bad."""
+
+    @contextlib.contextmanager
+    def run(name):
+        chats = Row(on, name, 4)
+        chats.wait_answers(8)
+        yield chats
+        chats.end()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on(request, tmp_path_factory):
+    """The host, provisioned as a user does it."""
+    import testinfra
+
+    name = "kvp-faults"
+    host = testinfra.get_host(f"docker://{name}")
+    play = Play(host, name)
+    file = tmp_path_factory.mktemp("pins") / "pins.yml"
+    code, output = play.book("identify.yml", kvp_identity_file=str(file))
+    assert code == 0, told(output)
+    code, output = play.site(**yaml.safe_load(file.read_text()))
+    assert code == 0, told(output)
+    return Host(host, name)
+
+
+@pytest.fixture
+def row(on):
+    """``with row(NAME) as chats:`` breaks something, repairs it and leaves: then caching has to come back.
+
+    ``lost`` is how many requests may be lost (those in flight on a vLLM that is killed), ``deadline`` the seconds that
+    one may take.
+    """
+
+    @contextlib.contextmanager
+    def breaking(name, lost=0, deadline=DEADLINE, clients=4):
+        chats = Row(on, name, clients)
+        chats.wait_answers(2 * clients)
+        yield chats
+        recovered = chats.wait_hit(on.now())
+        on.wait("kvp-admin status says that all is well", RECOVERY, lambda: on.status()[0] == 0)
+        seen = chats.end()
+        MATRIX.append({"fault": name, "recovered": recovered, **seen})
+        assert seen["wrong"] == []
+        assert seen["near_ties"] <= 0.1 * seen["answers"]
+        assert len(seen["lost"]) <= lost, seen["lost"]
+        assert seen["longest_seconds"] <= deadline
+
+    return breaking
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The matrix."""
+    terminalreporter.write_line(f"{'fault':44} requests  hits  wrong  near ties  lost  longest stall  recovered in")
+    for seen in MATRIX:
+        terminalreporter.write_line(
+            f"{seen['fault']:44} {seen['answers']:8d}  {seen['hits']:4d}  {len(seen['wrong']):5d}  "
+            f"{seen['near_ties']:9d}  {len(seen['lost']):4d}  {seen['longest_seconds']:11.1f} s  "
+            f"{seen['recovered']:10.1f} s"
+        )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.when == "call" and report.failed and "on" in item.funcargs:
+        journal = item.funcargs["on"].run("journalctl -b --no-pager -n 80 -u 'kvpersist-*' -u chats")
+        report.sections.append(("journal of the services", journal.stdout))
