@@ -3,7 +3,8 @@
     load.py run FILE CLIENTS [COUNT]   until COUNT answers, or until FILE.stop is there; one line of JSON per request
     load.py check FILE                 recompute each chat of FILE, print what differs as JSON
 
-Runs on the host, beside the roles' own Python package. Pairs of clients share a long prefix that grows turn by turn.
+Runs on the host, with the collection's probe.py beside it. Two clients each share
+a prefix, which grows turn by turn.
 """
 
 import http.client
@@ -16,9 +17,7 @@ import time
 import urllib.parse
 import zlib
 
-sys.path.insert(0, "/usr/lib/kvpersist")
-
-from kvpersist.probe import conversation  # noqa: E402  (the path above comes first)
+from probe import conversation
 
 #: Seconds until a client gives a request up.
 TIMEOUT = 120

@@ -254,6 +254,26 @@ def test_an_index_that_is_known_to_be_outdated_is_not_saved(tmp_path):
     assert not Store(str(tmp_path), [DEAD], 10**9).open()
 
 
+@pytest.mark.parametrize("change", ["comes", "goes", "comes from another model"])
+def test_what_others_do_beside_the_server_is_counted_at_the_next_start(tmp_path, change):
+    """The server does not see it, so its index is not the root's."""
+    (tmp_path / ".kvpersist/quarantine").mkdir(parents=True)
+    for number in range(3):
+        write(tmp_path, key(number))
+    store = opened(tmp_path)
+    assert stored(store, tmp_path, key(3))
+    if change == "goes":
+        (tmp_path / file_name(key(0))).unlink()
+    else:
+        write(tmp_path, key(9, model=DEAD if "another" in change else LIVE))
+    store.save()
+    again = Store(str(tmp_path), [LIVE], 10**9)
+    assert not again.open()
+    assert again.usage().live == len([name for name in names(tmp_path) if LIVE in name]) * SIZE
+    again.save()
+    assert Store(str(tmp_path), [LIVE], 10**9).open()
+
+
 @pytest.mark.parametrize("what", ["model_bytes", "names", "count"])
 def test_the_head_of_the_index_is_checked_too(tmp_path, what):
     (tmp_path / ".kvpersist/quarantine").mkdir(parents=True)

@@ -106,6 +106,7 @@ class Row:
         self.on, self.clients = on, clients
         self.file = f"/srv/faults/{re.sub('[^a-z0-9]+', '-', name.lower())}.jsonl"
         self.seen = {}
+        on.run("systemctl stop chats")  # of a row that failed
         on.sh(f"rm -f {self.file} {self.file}.stop")
         self.start()
 
@@ -123,7 +124,12 @@ class Row:
     def wait_answers(self, count):
         """So many more answers."""
         since = self.on.now()
-        self.on.wait(f"{count} answers", 120, lambda: len(self.answers(since)) >= count)
+
+        def come():
+            assert self.on.run("systemctl is-active chats").rc == 0, self.on.sh("journalctl -b -o cat -u chats -n 20")
+            return len(self.answers(since)) >= count
+
+        self.on.wait(f"{count} answers", 120, come)
 
     def wait_hit(self, since):
         """Seconds from ``since`` to the first answer that was asked for later and served from the cache."""
@@ -157,7 +163,7 @@ def streamed(on):
 
 
 @pytest.fixture(scope="session")
-def on(request, tmp_path_factory):
+def on(tmp_path_factory):
     """The host, provisioned as a user does it."""
     import testinfra
 
@@ -183,7 +189,7 @@ def row(on):
     @contextlib.contextmanager
     def breaking(name, lost=0, deadline=DEADLINE, clients=4):
         chats = Row(on, name, clients)
-        chats.wait_answers(2 * clients)
+        chats.wait_answers(4 * clients)  # each prefix was stored as a whole
         yield chats
         recovered = chats.wait_hit(on.now())
         on.wait("kvp-admin status says that all is well", RECOVERY, lambda: on.status()[0] == 0)

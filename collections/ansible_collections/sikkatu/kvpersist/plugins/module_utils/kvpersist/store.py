@@ -266,6 +266,8 @@ class Store:
         self._scan_seconds = 0.0
         self._changed_ns = 0
         self._index_file_bytes = 0
+        #: Entries of the root that are no chunk of the index.
+        self._others = 0
         self._touched: Set[ChunkKey] = set()
         self._touched_since = 0.0
         self._free_bytes = free_bytes or self._free_on_disk
@@ -310,7 +312,7 @@ class Store:
         started = time.monotonic()
         try:
             changed_ns, live = self._changed_stamp(), self.live
-            index, other = self._read()
+            index, other, others = self._read()
             with self.lock:
                 self._indexed_live = live
                 if live != self.live:
@@ -320,7 +322,7 @@ class Store:
                         index.discard(key)
                     else:
                         index.add(key, size)
-                self.index, self.other = index, other
+                self.index, self.other, self._others = index, other, others
                 self.aside.clear()
                 self._undeletable.clear()
                 self._changed_ns, self._refused = changed_ns, False
@@ -330,8 +332,9 @@ class Store:
             self._scan_seconds = self._scanned_at - started
             self._journal = None
 
-    def _read(self) -> Tuple[Index, Usage]:
-        found, other = _Found(), Usage()
+    def _read(self) -> Tuple[Index, Usage, int]:
+        """Chunks of the root by age, bytes of everything else, and how many entries that is."""
+        found, other, others = _Found(), Usage(), 0
         index = Index()
         lives: Dict[str, bool] = {}
         # Most names differ from an earlier one in the hash alone; those need not be taken apart again.
@@ -344,6 +347,7 @@ class Store:
             if known is not None and chunk_hash is not None and len(chunk_hash) == known[1]:
                 found.add(known[0], chunk_hash, seen)
                 continue
+            others += 1
             size = seen.st_blocks * 512
             parts = split_name(name) if regular else None
             if parts is not None:
@@ -358,6 +362,7 @@ class Store:
                 if not salt:
                     heads[head] = (kind, len(chunk_hash))
                 found.add(kind, chunk_hash, seen)
+                others -= 1
             elif stat.S_ISDIR(seen.st_mode):
                 self._read_directory(name, other)
             elif is_temp(name):
@@ -366,7 +371,7 @@ class Store:
                 other.foreign += size
         for model, salt, rank, group, chunk_hash, size in found.oldest_first():
             index.append(index.set_name(model, chunk_hash, salt), _MEMBER.pack(rank, group, size), size)
-        return index, other
+        return index, other, others
 
     def _read_directory(self, name: str, other: Usage) -> None:
         for directory, _, files in os.walk(os.path.join(self.root, name)):
@@ -412,6 +417,11 @@ class Store:
             "live": sorted(self.live),
         }
 
+    def _others_changed(self) -> bool:
+        """Whether somebody else brought files to the root, or took some away, since it was read."""
+        with os.scandir(self.root) as entries:
+            return sum(1 for _ in entries) != self.index.count + self._others
+
     def save(self) -> None:
         """Write the index for the next start; a file that cannot be written only costs that start a scan.
 
@@ -419,9 +429,14 @@ class Store:
         """
         path = os.path.join(self.root, INDEX_FILE)
         with self.lock:
+            try:
+                stamps = self._stamps()  # before the entries are counted: what comes later changes them
+                others_changed = self._others_changed()
+            except OSError:
+                return
             # What is known not to be as it is on the disk is no index for the next start.
             outdated = self._journal is not None or self._indexed_live != self.live
-            if self.aside or outdated or self._changed_stamp() != self._changed_ns:
+            if self.aside or outdated or others_changed or stamps["changed"] != self._changed_ns:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 return
@@ -432,10 +447,11 @@ class Store:
             other["foreign"] = max(other["foreign"] - self._index_file_bytes, 0)
             try:
                 head = {
-                    **self._stamps(),
+                    **stamps,
                     "names": self.index.names,
                     "model_bytes": self.index.model_bytes,
                     "count": self.index.count,
+                    "others": self._others,
                     "sets": len(sets),
                     "other": other,
                 }
@@ -478,10 +494,11 @@ class Store:
             index.model_bytes = list(head["model_bytes"])
             index.count = int(head["count"])
             other = Usage(**head["other"])
+            others = int(head["others"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
             return False
         with self.lock:
-            self.index, self.other = index, other
+            self.index, self.other, self._others = index, other, others
             self._index_file_bytes = _disk_bytes(path)
             self.other.foreign += self._index_file_bytes
             self._changed_ns = stamps["changed"]
