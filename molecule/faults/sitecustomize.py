@@ -20,7 +20,7 @@ def die_at(name, times, before):
     def call(*words, **more):
         if name == "pwritev" or ".bin" in str(words[0]):
             seen.append(words)
-            if len(seen) == times and not os.path.exists(MARKER):
+            if len(seen) >= times and not os.path.exists(MARKER):
                 before(really, words)
                 open(MARKER, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -68,6 +68,10 @@ class Host:
                 total += float(match[3])
         return total
 
+    def counted(self, name, **labels):
+        """Until that figure of the lmcache server is above 0."""
+        self.wait(name, 60, lambda: (self.metric(name, **labels) or 0) > 0)
+
     def chunks(self):
         """Names of the chunk files, the latest first."""
         return self.sh(f"cd {ROOT} && ls -t | grep '[.]bin$' || true").split()

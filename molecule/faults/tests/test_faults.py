@@ -19,8 +19,8 @@ def test_a_partial_hit(on, row):
     with row("the later half of the chunks removed") as chats:
         # Two prefixes of 8 chunks, stored turn by turn.
         on.sh(f"cd {ROOT} && rm $(stat --format '%w %n' *.bin | sort | tail -n 8 | grep -o '[^ ]*$')")
-        since = on.now()
         on.kill(LMCACHE)
+        since = on.now()
         chats.wait_hit(since)
         chats.wait_answers(16)
         longest = max(record["tokens"] for record in chats.answers())
@@ -42,7 +42,7 @@ for number, path in enumerate(sys.argv[1:]):
         if number % 3 == 0:
             layout = layout.replace("float32", "float16")
         elif number % 3 == 1:
-            key = key._replace(salt="another")
+            key = objects.ChunkKey(key.model_name, key.chunk_hash, key.kv_rank, key.object_group, "another")
         new = objects.Frame(key, layout, frame.codec, frame.raw_length, frame.stored_length)
         page = bytearray(new.sealed(memoryview(body)[: frame.stored_length], crc32c))
         if number % 3 == 2:
@@ -56,11 +56,11 @@ def test_an_incompatible_entry(on, row):
     with row("frames of another layout, key and release") as chats:
         paths = " ".join(f"{ROOT}/{name}" for name in on.chunks()[:12])
         on.sh("/usr/lib/kvpersist/lmcache-venv/bin/python -c %s " + paths, INCOMPATIBLE)
-        since = on.now()
         on.kill(LMCACHE)
+        since = on.now()
         chats.wait_hit(since)
         chats.wait_answers(8)
-        assert on.metric("kvp_checksum_misses") > 0
+        on.counted("kvp_checksum_misses")
 
 
 def test_damaged_and_swapped_files(on, row):
@@ -75,12 +75,12 @@ def test_damaged_and_swapped_files(on, row):
         ]
         for number, command in enumerate(damage * 3):
             on.sh(f"cd {ROOT} && " + command.format(names[number], names[number + 4]))
-        since = on.now()
         on.kill(LMCACHE)
+        since = on.now()
         chats.wait_hit(since)
         chats.wait_answers(8)
-        assert on.metric("kvp_checksum_misses") > 4
-        assert on.metric("kvp_healed_chunks") > 0
+        on.counted("kvp_checksum_misses")
+        on.counted("kvp_healed_chunks")
 
 
 def test_an_interrupted_write(on, row):
@@ -145,7 +145,7 @@ def test_a_used_up_budget(on, row):
         dead = f"{name[:at]}{'0' * 32}{name[at + 32 :]}"
         on.sh(f"fallocate -l {int(BUDGET) - 2**20} {ROOT}/{dead}")
         on.sh(f"systemctl restart {LMCACHE}")
-        on.wait("a refused store", 60, lambda: (on.metric("kvp_refused_stores", reason="budget") or 0) > 0)
+        on.counted("kvp_refused_stores", reason="budget")
         code, problems = on.status()
         assert code == 1
         assert "kvp-admin cleanup --dead" in " ".join(problems)
@@ -232,6 +232,19 @@ def test_vllm_is_stopped(on, row):
 def test_vllm_is_killed(on, row):
     with row("vLLM SIGKILL", lost=IN_FLIGHT):
         on.kill(VLLM)
+
+
+def test_clients_go_away_while_their_chat_is_loaded(on, row):
+    """What every chat window has a button for. Without the plugin it ends vLLM for everybody, nearly each time."""
+    with row("clients that go away") as chats:
+        pid = on.pid(VLLM)
+        for _ in range(10):
+            chats.wait_hit(on.now())
+            on.sh("systemctl kill --signal KILL chats")
+            on.wait("the clients' end", 10, lambda: on.run("systemctl is-active chats").rc != 0)
+            chats.start()
+        chats.wait_answers(8)
+        assert on.pid(VLLM) == pid
 
 
 def test_lmcache_is_away_when_vllm_starts(on, row):
