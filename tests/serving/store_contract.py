@@ -13,11 +13,13 @@ import pathlib
 import shutil
 import signal
 import sys
+import threading
 import time
 
 import torch
 from kvpersist.objects import HEADER_BYTES, file_name
 from kvpersist_lmcache import StoreAdapter, StoreAdapterConfig
+from kvpersist_lmcache import adapter as store_adapter
 from kvpersist_lmcache.adapter import chunk_key
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import ObjectKey
@@ -390,14 +392,18 @@ def only_live(_):
 
 
 def gate(_):
-    """Nothing is stored or served until the gate is open."""
+    """Nothing is stored or served until the gate is open; what is stored a moment before that waits for it."""
     root, file = ROOT / "gate", ROOT / "gate.json"
     root.mkdir()
     adapter = opened(root, gate_file=str(file), live=["m-kvp-1"])
-    store(adapter, [1])
-    assert adapter.counts["refused_gate"] == 1
+    patience, store_adapter.GATE_SECONDS = store_adapter.GATE_SECONDS, 0.3
+    store(adapter, [1, 2])
+    assert adapter.counts["refused_gate"] == 2
+    store_adapter.GATE_SECONDS = patience
+    file.write_text(json.dumps({"gate": "closed", "model": ""}))
+    assert load(adapter, [1]) == []
     admitted = json.dumps({"gate": "open", "model": "m-kvp-1"})
-    file.write_text(admitted)
+    threading.Timer(1, lambda: file.write_text(admitted)).start()
     assert store(adapter, [1]).is_successful()
     assert load(adapter, [1]) == [1]
     for text in (json.dumps({"gate": "closed", "model": ""}), json.dumps({"gate": "open"}), "{", "[]"):

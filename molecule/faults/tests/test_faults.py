@@ -6,6 +6,7 @@ In the order of the table in docs/en/failures.md. A row that kills vLLM may lose
 import time
 
 from conftest import BUDGET, DEADLINE, GATE, LMCACHE, MARKER, ROOT, VLLM, inside
+from play import long
 
 #: A client's requests in flight on a vLLM that is killed.
 IN_FLIGHT = 4
@@ -230,8 +231,23 @@ def test_vllm_is_stopped(on, row):
 
 
 def test_vllm_is_killed(on, row):
+    on.sh("echo x > /dev/shm/psm_left && chown kvpersist /dev/shm/psm_left && echo x > /dev/shm/psm_of_root")
     with row("vLLM SIGKILL", lost=IN_FLIGHT):
         on.kill(VLLM)
+    # What killed processes leave there goes at the next start, and nothing else.
+    assert on.run("test -e /dev/shm/psm_left").rc != 0
+    on.sh("rm /dev/shm/psm_of_root")
+    # Nor does the lmcache server hold the memory of the vLLM that was killed.
+    assert on.run(f"grep 'lmcache_kv_.*deleted' /proc/{on.pid(LMCACHE)}/maps").rc != 0
+
+
+@long
+def test_vllm_crashes_again_and_again(on, row):
+    """Each of them had 1 GB of /dev/shm, of which there are 4: the start gives back what the last one had."""
+    with row("vLLM SIGKILL, five times", lost=5 * IN_FLIGHT):
+        for _ in range(5):
+            on.kill(VLLM)
+            on.wait("vLLM", 120, lambda: on.run("curl -sf http://127.0.0.1:8000/health").rc == 0)
 
 
 def test_clients_go_away_while_their_chat_is_loaded(on, row):

@@ -1,7 +1,7 @@
 """What the store promises, on the real server: nothing damaged is served, the budget holds, a full disk heals.
 
 A chunk of this model (256 tokens of float32) takes 11.8 MB on the disk. What is marked long runs in `make test-all`;
-`make test` shows the same without vLLM (tests/serving/store_contract.py).
+`make test` shows the same without vLLM (tests/serving/store_contract.py) and with a small model (molecule/faults).
 """
 
 import json
@@ -84,6 +84,7 @@ class Store:
         raise AssertionError(self.host.check_output("kvp-admin status || true"))
 
 
+@long
 def test_damaged_chunks_are_misses_and_heal(play, store):
     """All in one chat: the answer stays right, the chunks before them are served, and the next store heals."""
     chat = {"conversation": 500, "prompt_tokens": 3500}
@@ -152,6 +153,7 @@ def test_over_five_restarts_the_disk_never_holds_more_than_the_budget(play, stor
     assert evicted > 15
 
 
+@long
 def test_starting_deletes_nothing_however_full(play, store):
     """Above the watermark: only the first store makes room."""
     play.host.check_output("systemctl stop kvpersist-lmcache")
@@ -174,6 +176,7 @@ def test_starting_deletes_nothing_however_full(play, store):
     play.host.check_output(f"rm {ROOT}/filler")
 
 
+@long
 def test_a_full_disk_refuses_stores_and_heals_by_itself(play, store):
     """The server answers, vLLM serves, cleanup works on the full disk, storing resumes without a restart."""
     pid = play.host.check_output("systemctl show -p MainPID kvpersist-lmcache kvpersist-vllm")
@@ -198,6 +201,7 @@ def test_a_full_disk_refuses_stores_and_heals_by_itself(play, store):
     assert play.host.check_output("systemctl show -p MainPID kvpersist-lmcache kvpersist-vllm") == pid
 
 
+@long
 def test_a_read_only_remount_stops_stores_alone(play, store):
     """Case 17: reported, and nothing is left pending."""
     before = store.metric("kvp_failed_stores")

@@ -42,6 +42,9 @@ logger = init_logger("kvpersist")
 
 #: Share of the budget that damaged files may take before the oldest of them leave.
 QUARANTINE_SHARE = 0.01
+#: Seconds that stores wait for a closed gate. vLLM stores right after it registers, before the gate has looked, and
+#: LMCache does not offer a refused chunk again while it is in memory: the chat would not survive a restart.
+GATE_SECONDS = 10.0
 #: Length of ".tmp." and what makes the name of an unfinished file its own.
 TEMP_BYTES = 37
 
@@ -220,6 +223,8 @@ class StoreAdapter(L2AdapterInterface):
         self._unreadable: set[ChunkKey] = set()
         self._damaged: set[ChunkKey] = set()
         self._gate: tuple[int, bool] = (0, False)
+        self._closed_since: Optional[float] = None
+        self._closing = False
         self._scanner: Optional[threading.Thread] = None
         self._pages = threading.local()
         # Two pools: a request waits for its loads, and they do not wait for stores.
@@ -260,9 +265,21 @@ class StoreAdapter(L2AdapterInterface):
                     self.store.serve(seen["model"])
                     self._rescan()
                 self._gate = (stamp, is_open)
+                self._closed_since = None
         except (OSError, ValueError, KeyError, TypeError):
             self._gate = (0, False)
         return self._gate[1]
+
+    def _admitted_soon(self) -> bool:
+        """Like :meth:`_admitted`, but a gate that is found closed gets GATE_SECONDS to open, once after each change."""
+        while not self._admitted():
+            now = time.monotonic()
+            if self._closed_since is None:
+                self._closed_since = now
+            if self._closing or now - self._closed_since > GATE_SECONDS:
+                return False
+            time.sleep(0.1)
+        return True
 
     def _rescan(self) -> None:
         """Read the root again, beside what else is going on."""
@@ -397,7 +414,7 @@ class StoreAdapter(L2AdapterInterface):
 
     def _store_one(self, key: ChunkKey, obj: MemoryObj) -> Optional[int]:
         """Disk bytes written; 0 when the chunk is there already, None when it could not be stored."""
-        if not self._admitted():
+        if not self._admitted_soon():
             return self._refused("gate")
         if not self.store.is_live(key.model_name):
             return self._refused("namespace")
@@ -685,6 +702,7 @@ class StoreAdapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
+        self._closing = True
         self._storing.shutdown(wait=True)
         self._loading.shutdown(wait=True)
         self.store.save()

@@ -50,10 +50,8 @@ def known(update):
     return wrapped
 
 
-def register():
-    """Repair both ends, in a vLLM that the launcher started with the cache. Says so when they are not as expected."""
-    if os.environ.get("KVP_CACHING") != "1":
-        return
+def repair():
+    """Repair both ends, in this process. Says so when they are not as expected."""
     try:
         from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPWorkerAdapter
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -62,7 +60,22 @@ def register():
             return
         LMCacheMPWorkerAdapter.get_finished = once(LMCacheMPWorkerAdapter.get_finished)
         Scheduler._update_from_kv_xfer_finished = known(Scheduler._update_from_kv_xfer_finished)
+        logger.info("kvpersist: repaired what a client that goes away does")
     except (ImportError, AttributeError) as error:
         logger.warning("kvpersist: clients that go away while their chat is loaded may end vLLM: %r", error)
+
+
+def register():
+    """Repair once a connector is made: imported earlier than vLLM does it, these modules change how it starts."""
+    if os.environ.get("KVP_CACHING") != "1":
         return
-    logger.info("kvpersist: repaired what a client that goes away does")
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    create = KVConnectorFactory.create_connector
+
+    def create_connector(*words, **named):
+        connector = create(*words, **named)
+        repair()
+        return connector
+
+    KVConnectorFactory.create_connector = staticmethod(create_connector)
