@@ -95,6 +95,7 @@ all() {
   step "molecule default" molecule_on base default
   step "molecule identity" molecule_on base identity
   step "molecule restart-recovery" molecule_on $newest restart-recovery
+  step "molecule faults" molecule_on base faults
 }
 
 long() {

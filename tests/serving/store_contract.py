@@ -399,13 +399,20 @@ def gate(_):
     patience, store_adapter.GATE_SECONDS = store_adapter.GATE_SECONDS, 0.3
     store(adapter, [1, 2])
     assert adapter.counts["refused_gate"] == 2
-    store_adapter.GATE_SECONDS = patience
     file.write_text(json.dumps({"gate": "closed", "model": ""}))
     assert load(adapter, [1]) == []
     admitted = json.dumps({"gate": "open", "model": "m-kvp-1"})
+    store_adapter.GATE_SECONDS = patience
+    time.sleep(0.02)
+    file.write_text(json.dumps({"gate": "closed", "model": "m-kvp-1"}))
     threading.Timer(1, lambda: file.write_text(admitted)).start()
     assert store(adapter, [1]).is_successful()
     assert load(adapter, [1]) == [1]
+    time.sleep(0.02)
+    file.write_text(json.dumps({"gate": "closed", "model": "m-kvp-1"}))
+    threading.Timer(1, lambda: file.write_text(admitted)).start()
+    assert load(adapter, [1]) == [1]
+    store_adapter.GATE_SECONDS = 0.3
     for text in (json.dumps({"gate": "closed", "model": ""}), json.dumps({"gate": "open"}), "{", "[]"):
         time.sleep(0.02)
         file.write_text(text)

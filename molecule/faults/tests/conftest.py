@@ -73,8 +73,9 @@ class Host:
         self.wait(name, 60, lambda: (self.metric(name, **labels) or 0) > 0)
 
     def chunks(self):
-        """Names of the chunk files, the latest first."""
-        return self.sh(f"cd {ROOT} && ls -t | grep '[.]bin$' || true").split()
+        """Names of the chunk files in the order in which they were made; a row's two prefixes are the last 16."""
+        lines = self.sh(f"cd {ROOT} && find . -name '*.bin' -exec stat --format '%w %n' {{}} + | sort").splitlines()
+        return [line.rpartition("/")[2] for line in lines]
 
     def now(self):
         return float(self.sh("date +%s.%N"))
@@ -144,10 +145,24 @@ class Row:
         self.on.wait("a chat served from the cache", RECOVERY, hits)
         return min(hits())
 
-    def end(self):
-        """Stop the clients and hold what they got against the recompute."""
+    def leave(self):
+        """The clients take their last answers and leave."""
         self.on.sh(f"touch {self.file}.stop")
         self.on.wait("the clients' end", 150, lambda: self.on.run("systemctl is-active chats").rc != 0)
+
+    @contextlib.contextmanager
+    def away(self):
+        """For what is done to the files; then the clients come back to a server that has nothing in memory."""
+        self.leave()
+        yield
+        self.on.kill(LMCACHE)
+        self.on.wait("the cache", RECOVERY, lambda: self.on.status()[0] == 0)
+        self.on.sh(f"rm {self.file}.stop")
+        self.start()
+
+    def end(self):
+        """Hold what the clients got against the recompute."""
+        self.leave()
         self.seen = json.loads(self.on.sh(f"python3 /srv/faults/load.py check {self.file}"))
         return self.seen
 

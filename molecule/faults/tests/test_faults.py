@@ -18,10 +18,9 @@ IN_FLIGHT = 4
 def test_a_partial_hit(on, row):
     """The later half of each chat is gone: its first part is served, the rest computed and stored again."""
     with row("the later half of the chunks removed") as chats:
-        # Two prefixes of 8 chunks, stored turn by turn.
-        on.sh(f"cd {ROOT} && rm $(stat --format '%w %n' *.bin | sort | tail -n 8 | grep -o '[^ ]*$')")
-        on.kill(LMCACHE)
-        since = on.now()
+        with chats.away():
+            on.sh(f"cd {ROOT} && rm {' '.join(on.chunks()[-8:])}")
+            since = on.now()
         chats.wait_hit(since)
         chats.wait_answers(16)
         longest = max(record["tokens"] for record in chats.answers())
@@ -55,31 +54,26 @@ for number, path in enumerate(sys.argv[1:]):
 
 def test_an_incompatible_entry(on, row):
     with row("frames of another layout, key and release") as chats:
-        paths = " ".join(f"{ROOT}/{name}" for name in on.chunks()[:12])
-        on.sh("/usr/lib/kvpersist/lmcache-venv/bin/python -c %s " + paths, INCOMPATIBLE)
-        on.kill(LMCACHE)
-        since = on.now()
-        chats.wait_hit(since)
-        chats.wait_answers(8)
+        with chats.away():
+            paths = " ".join(f"{ROOT}/{name}" for name in on.chunks()[-12:])
+            on.sh("/usr/lib/kvpersist/lmcache-venv/bin/python -c %s " + paths, INCOMPATIBLE)
+        chats.wait_answers(16)
         on.counted("kvp_checksum_misses")
 
 
 def test_damaged_and_swapped_files(on, row):
     with row("flipped, cut, emptied and swapped files") as chats:
-        chats.wait_answers(8)
-        names = on.chunks()[:16]
-        damage = [
-            "printf x | dd of={0} bs=1 seek=100000 conv=notrunc status=none",
-            "truncate -s 5000 {0}",
-            "truncate -s 0 {0}",
-            "cp {0} /root/one && cp {1} {0} && cp /root/one {1}",
-        ]
-        for number, command in enumerate(damage * 3):
-            on.sh(f"cd {ROOT} && " + command.format(names[number], names[number + 4]))
-        on.kill(LMCACHE)
-        since = on.now()
-        chats.wait_hit(since)
-        chats.wait_answers(8)
+        with chats.away():
+            names = on.chunks()[-16:]
+            damage = [
+                "printf x | dd of={0} bs=1 seek=100000 conv=notrunc status=none",
+                "truncate -s 5000 {0}",
+                "truncate -s 0 {0}",
+                "cp {0} /root/one && cp {1} {0} && cp /root/one {1}",
+            ]
+            for number, command in enumerate(damage * 3):
+                on.sh(f"cd {ROOT} && " + command.format(names[number], names[number + 4]))
+        chats.wait_answers(16)
         on.counted("kvp_checksum_misses")
         on.counted("kvp_healed_chunks")
 
@@ -109,7 +103,7 @@ def test_a_write_that_was_not_published(on, row):
 def test_an_interrupted_eviction(on, row):
     """Killed half-way through what had to leave: what is left is whole, and within the budget."""
     with row("lmcache killed while it evicts") as chats:
-        name = on.chunks()[0]
+        name = on.chunks()[-1]
         on.sh(f"cd {ROOT} && cp {name} /root/one && rm *.bin")
         fits = int(0.97 * BUDGET / 1.01 / 2**20)
         on.sh(
@@ -120,6 +114,7 @@ def test_an_interrupted_eviction(on, row):
             on.wait("the kill", 60, lambda: on.run(f"test -e {MARKER}").rc == 0)
             chats.wait_answers(4)
             assert int(on.sh(f"ls {ROOT}/{name[:-10]}1*.bin | wc -l")) < fits
+            on.sh(f"rm {ROOT}/{name[:-10]}1*.bin")
     assert int(on.sh(f"du -s --block-size=1 {ROOT}").split()[0]) <= BUDGET
 
 
@@ -141,7 +136,7 @@ def test_a_full_disk(on, row):
 def test_a_used_up_budget(on, row):
     """By a model of before, which nothing evicts: no stores, until a person cleans up."""
     with row("budget used up by dead files"):
-        name = on.chunks()[0]
+        name = on.chunks()[-1]
         at = name.index("kvp-") + len("kvp-")
         dead = f"{name[:at]}{'0' * 32}{name[at + 32 :]}"
         on.sh(f"fallocate -l {int(BUDGET) - 2**20} {ROOT}/{dead}")
@@ -341,12 +336,11 @@ def test_eight_clients_over_restarts(on, row):
 def test_a_build_without_checks_is_found_out(on, streamed):
     """The matrix can fail: a server that checks no frame serves another chunk's KV, and the answers are wrong."""
     with on.drop_in(*inside("no-checks")), streamed("no-checks") as chats:
-        names = on.chunks()[:16]
-        for one, two in zip(names[::2], names[1::2]):
-            on.sh(f"cd {ROOT} && cp {one} /root/one && cp {two} {one} && cp /root/one {two}")
-        on.kill(LMCACHE)
-        chats.wait_hit(on.now())
-        chats.wait_answers(8)
+        with chats.away():
+            names = on.chunks()[-16:]
+            for one, two in zip(names[::2], names[1::2]):
+                on.sh(f"cd {ROOT} && cp {one} /root/one && cp {two} {one} && cp /root/one {two}")
+        chats.wait_answers(16)
     assert chats.seen["wrong"]
     on.sh(f"rm {ROOT}/*.bin && systemctl restart {LMCACHE}")
 

@@ -42,9 +42,10 @@ logger = init_logger("kvpersist")
 
 #: Share of the budget that damaged files may take before the oldest of them leave.
 QUARANTINE_SHARE = 0.01
-#: Seconds that stores wait for a closed gate. vLLM stores right after it registers, before the gate has looked, and
-#: LMCache does not offer a refused chunk again while it is in memory: the chat would not survive a restart.
-GATE_SECONDS = 10.0
+#: Seconds that stores and lookups wait for a closed gate. vLLM stores right after it registers, before the gate has
+#: looked, and LMCache does not offer a refused chunk again while it is in memory: the chat would not survive a restart.
+#: And a lookup that waits is cheaper than a recompute.
+GATE_SECONDS = 5.0
 #: Length of ".tmp." and what makes the name of an unfinished file its own.
 TEMP_BYTES = 37
 
@@ -522,9 +523,16 @@ class StoreAdapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> L2TaskId:
         task = self._task_id()
+        if self._admitted():
+            self._look_up(task, keys, True)
+        else:
+            self._loading.submit(lambda: self._look_up(task, keys, self._admitted_soon()))
+        return task
+
+    def _look_up(self, task: L2TaskId, keys: list[ObjectKey], is_admitted: bool) -> None:
         found = Bitmap(len(keys))
         used = []
-        for position, key in enumerate(keys if self._admitted() else ()):
+        for position, key in enumerate(keys if is_admitted else ()):
             chunk = chunk_key(key)
             if self.store.pin(chunk):
                 found.set(position)
@@ -534,7 +542,6 @@ class StoreAdapter(L2AdapterInterface):
         with self._tasks:
             self._looked_up[task] = found
         self._lookup_efd.notify()
-        return task
 
     def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
         with self._tasks:
