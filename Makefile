@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help demo demo-down test test-all lint test-unit bench clean-cache
+.PHONY: help demo demo-down test test-all faults lint test-unit bench clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -18,6 +18,9 @@ test: ## linters, unit tests, molecule on real hosts
 
 test-all: ## the same, plus what takes long
 	@tests/test.sh long
+
+faults: ## break every row of the failure model while chats are streamed, and print the matrix
+	@tests/test.sh faults
 
 lint: ## linters only
 	@tests/test.sh lint

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks of this repository. Usage: test.sh lint|unit|all|long
+# The checks of this repository. Usage: test.sh lint|unit|all|long|faults
 # It ends with what went wrong, and the last line is the count: "N passed, N failed".
 source "$(dirname "$0")/env/common.sh"
 cd "$REPO"
@@ -106,13 +106,19 @@ long() {
   step "molecule restart-recovery, ansible-core $ANSIBLE_CORE_BASE" molecule_on base restart-recovery
 }
 
+faults() { # every row of the failure model
+  export KVP_LONG=1
+  tests/env/prepare.sh
+  step "molecule faults" molecule_on base faults
+}
+
 case ${1:-} in
-  lint | unit | all | long)
+  lint | unit | all | long | faults)
     tests/env/system.sh packages
     use_controller base
     "$1"
     ;;
-  *) die "usage: test.sh lint|unit|all|long" ;;
+  *) die "usage: test.sh lint|unit|all|long|faults" ;;
 esac
 tests/env/system.sh down
 printf '%s\n' ${notes[@]+"${notes[@]}"}

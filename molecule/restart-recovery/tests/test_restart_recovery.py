@@ -2,7 +2,7 @@
 
 import json
 
-from play import told
+from play import long, told
 
 
 def test_the_cache_survives_restarts_and_kill_9(play, tmp_path):
@@ -47,6 +47,7 @@ def test_recovery_fails_when_the_files_are_gone(play, tmp_path):
         play.host.check_output("rm -r /etc/systemd/system/kvpersist-lmcache.service.d && systemctl daemon-reload")
 
 
+@long
 def test_without_the_cache_server_it_serves_uncached_and_says_so(play):
     drop_in = "/run/systemd/system/kvpersist-lmcache.service.d"
     play.host.check_output(
