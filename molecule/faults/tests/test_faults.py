@@ -1,7 +1,7 @@
 """The failure model, row by row: break it under load, repair it, and hold every answer against the recompute.
 
-In the order of the table in docs/en/failures.md. A row that kills vLLM may lose what it was answering. `make test` breaks
-what breaks most often; `make faults` and `make test-all` break everything.
+In the order of the table in docs/en/failures.md. A row that kills vLLM may lose what it was answering. `make test`
+breaks what breaks most often; `make faults` and `make test-all` break everything.
 """
 
 import time
