@@ -1,12 +1,13 @@
 """Faults inside the lmcache server, chosen by KVP_FAULT; a drop-in of the unit puts this file on its PYTHONPATH.
 
-`die-evicting`, `die-writing` and `die-publishing` kill the process, once, at the worst moment. `no-checks` is a
-build with the protection taken out: it has to be found out.
+`die-evicting`, `die-writing` and `die-publishing` kill the process, once, at the worst moment. `clock` adds the
+seconds of a file to the time of day. `no-checks` is a build with the protection taken out: it has to be found out.
 """
 
 import os
 import signal
 import sys
+import time
 
 FAULT = os.environ.get("KVP_FAULT", "")
 #: The service may write here; it is there once the process was killed.
@@ -44,5 +45,16 @@ elif FAULT == "no-checks":
     from kvpersist import objects
 
     objects.expect = objects.check = lambda *words: None
+elif FAULT == "clock":
+
+    def shifted(now):
+        def call():
+            with open("/srv/faults/clock") as seconds:
+                return now() + int(seconds.read() or 0) * (10**9 if now is NANOSECONDS else 1)
+
+        return call
+
+    NANOSECONDS = time.time_ns
+    time.time, time.time_ns = shifted(time.time), shifted(time.time_ns)
 elif FAULT:
     sys.exit(f"KVP_FAULT is {FAULT}")

@@ -256,6 +256,32 @@ def test_a_full_disk_closes_and_does_not_refuse(host, monkeypatch):
     assert host(status())["gate"] == "open"
 
 
+def test_a_disk_that_fails_closes_and_does_not_refuse(host, monkeypatch):
+    """It says nothing about the vLLM that registered, and the next start of that may use the cache."""
+
+    def fails(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    host(status())
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "load", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            gate.check_manifest(str(host.path / f"cache/{IDENTITY.namespace()}.json"), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(gate, "check_manifest", fails)
+        closed = host(status())
+    assert (closed["gate"], "the cache's disk fails: Input/output error" in closed["reason"]) == ("closed", True)
+    assert host.stopped == []
+    assert host(status())["gate"] == "open"
+
+
+def test_an_open_gate_takes_back_what_it_refused(host):
+    host(status(tokens_per_block=64))
+    assert state.refusal("abc", str(host.path / "run"))
+    assert host(status())["gate"] == "open"
+    assert state.refusal("abc", str(host.path / "run")) is None
+
+
 def test_a_server_that_hangs_while_vllm_is_connected_is_refused(host):
     host(status())
     Server.answer = []

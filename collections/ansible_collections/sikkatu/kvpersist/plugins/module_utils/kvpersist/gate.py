@@ -32,6 +32,9 @@ ASLEEP_SECONDS = 60.0
 #: Looks in a row that a server may leave unanswered while vLLM is connected to it (about an hour).
 UNANSWERED_LOOKS = 120
 
+#: What a disk that is gone or read-only says. It tells nothing about the vLLM that registered.
+DISK_FAULTS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EUCLEAN)
+
 #: dtypes under which a KV cache of fp8 registers: vLLM keeps its bytes in uint8.
 _TORCH_DTYPES = {
     "fp8_e4m3": ("torch.uint8", "torch.float8_e4m3fn"),
@@ -129,7 +132,7 @@ def check_manifest(path: str, wanted: Dict[str, Any]) -> List[str]:
     """Compare with the manifest of earlier starts, or write the first one.
 
     Entries are ``field: registered X, recorded Y``. A manifest that cannot be read is a
-    disagreement, not a reason to write another. Raises OSError when the first cannot be written.
+    disagreement, not a reason to write another. Raises OSError when the first cannot be written, or the disk fails.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -147,6 +150,8 @@ def check_manifest(path: str, wanted: Dict[str, Any]) -> List[str]:
         os.replace(part, path)
         return []
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+            raise
         return [f"manifest: {path} cannot be read ({error})"]
     if not isinstance(recorded, dict):
         return [f"manifest: {path} is no manifest"]
@@ -221,9 +226,11 @@ class Gate:
             try:
                 found = check_manifest(path, manifest(identity, status))
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                return _state("closed", "the disk is full: the manifest cannot be written (kvp-admin status)")
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    return _state("closed", "the disk is full: the manifest cannot be written (kvp-admin status)")
+                if error.errno in DISK_FAULTS:
+                    return _state("closed", f"the cache's disk fails: {error.strerror} (kvp-admin status)")
+                raise
         if found:
             return _state("refused", "the registered vLLM is not the one that was pinned", found)
         return _state("open", "", model=identity.lmcache_model_name())
@@ -253,6 +260,8 @@ class Gate:
             state.note_refusal(_invocation(), seen["differences"], self.run_dir)
             subprocess.run(["systemctl", "stop", "--no-block", UNIT], check=False)
         if seen != self.shown:
+            if seen["gate"] == "open":  # whatever was refused before, this vLLM is the pinned one
+                state.note_refusal("", [], self.run_dir)
             self.shown = seen
             state.write("gate", seen, self.run_dir)
             text = "; ".join([seen["reason"], *seen["differences"]]).strip("; ")
