@@ -270,7 +270,7 @@ def test_clients_go_away_while_their_chat_is_loaded(on, row):
 @long
 def test_lmcache_is_away_when_vllm_starts(on, row):
     """It serves uncached and says so, until vLLM is restarted."""
-    with row("no lmcache when vLLM starts", lost=IN_FLIGHT) as chats:
+    with row("no lmcache when vLLM starts", lost=2 * IN_FLIGHT) as chats:
         with on.drop_in("[Unit]\nConditionPathExists=/never"):
             on.run(f"systemctl stop {LMCACHE}")
             on.kill(VLLM)
