@@ -1,7 +1,8 @@
 """Clients that stream chats while something is broken, and the recompute that their answers are held against.
 
-    load.py run FILE CLIENTS [COUNT]   until COUNT answers, or until FILE.stop is there; one line of JSON per request
-    load.py check FILE                 recompute each chat of FILE, print what differs as JSON
+    load.py run FILE CLIENTS [COUNT [NUMBER]]   until COUNT answers, or until FILE.stop is there; a line of JSON for
+                                                each request. Another NUMBER (0 to 9) makes other chats.
+    load.py check FILE                          recompute each chat of FILE, print what differs as JSON
 
 Runs on the host, with the collection's probe.py beside it. Two clients each share
 a prefix, which grows turn by turn.
@@ -68,8 +69,8 @@ def ask(endpoint, seed, tokens, salt=""):
     return {"ids": ids, "likely": likely, "cached": cached, "started": started, "ended": time.time()}
 
 
-def run(endpoint, file, clients, count):
-    first = zlib.crc32(os.path.basename(file).encode()) % 10**8 * 10
+def run(endpoint, file, clients, count, number):
+    first = zlib.crc32(os.path.basename(file).encode()) % 10**8 * 100 + number * 10
     lock, answered = threading.Lock(), [0]
 
     def client(number):
@@ -140,7 +141,9 @@ def main():
         endpoint = json.load(config)["endpoint"]
     action, file, *more = sys.argv[1:]
     if action == "run":
-        run(endpoint, file, int(more[0]), int(more[1]) if len(more) > 1 else 10**9)
+        run(
+            endpoint, file, int(more[0]), int(more[1]) if len(more) > 1 else 10**9, int(more[2]) if len(more) > 2 else 0
+        )
     else:
         print(json.dumps(check(endpoint, file)))
 

@@ -18,9 +18,12 @@ LAUNCHER = COLLECTION / "roles/kvp_vllm/files/run-vllm-with-persist"
 
 
 class Status(http.server.BaseHTTPRequestHandler):
+    registered = []
+
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(json.dumps({"registered_gpu_ids": self.registered}).encode())
 
     def log_message(self, *_):
         pass
@@ -70,6 +73,19 @@ def launch(tmp_path):
     text = LAUNCHER.read_text().replace("/usr/lib/kvpersist", str(tmp_path / "lib"))
     script.write_text(text.replace("state.RUN_DIR", repr(str(state.parent))))
 
+    def systemctl(is_active):
+        """A stand-in that notes what it is called with; lmcache is active, or not."""
+        file = tmp_path / "bin/systemctl"
+        file.write_text(
+            f'#!/bin/sh\necho "$@" >> {tmp_path}/systemctl\n[ "$1" != is-active ] || exit {int(not is_active)}\n'
+        )
+        file.chmod(0o755)
+        called = tmp_path / "systemctl"
+        called.write_text("")
+        return lambda: [line for line in called.read_text().splitlines() if "is-active" not in line]
+
+    systemctl(False)
+
     def run(lmcache, model_dir=model, wait=0, uncached_reason=""):
         config = {
             "model_dir": str(model_dir),
@@ -92,6 +108,7 @@ def launch(tmp_path):
         called = json.loads(out.read_text()) if out.exists() else None
         return done, called, json.loads(state.read_text()) if state.exists() else None
 
+    run.systemctl = systemctl
     return run
 
 
@@ -128,6 +145,24 @@ def test_a_server_that_accepts_and_never_answers_is_not_there(launch):
     assert done.returncode == 0
     assert "--kv-transfer-config" not in called["argv"]
     assert state["caching"] is False
+
+
+def test_a_server_that_holds_another_vllm_is_restarted(launch, lmcache, monkeypatch):
+    """That one was killed, and its memory would be missing."""
+    called = launch.systemctl(True)
+    assert launch(lmcache)[2]["caching"] is True
+    assert called() == []
+    monkeypatch.setattr(Status, "registered", [7])
+    assert launch(lmcache)[2]["caching"] is True
+    assert called() == ["restart kvpersist-lmcache.service"]
+
+
+@pytest.mark.parametrize(("is_active", "restarts"), [(True, ["restart kvpersist-lmcache.service"]), (False, [])])
+def test_a_server_that_hangs_is_restarted_and_one_that_is_down_is_not(launch, is_active, restarts):
+    called = launch.systemctl(is_active)
+    _, _, state = launch({"host": "127.0.0.1", "port": 1, "url": "http://127.0.0.1:1"})
+    assert state["caching"] is False
+    assert called() == restarts
 
 
 def test_a_server_that_is_something_else_is_not_there(launch, lmcache):

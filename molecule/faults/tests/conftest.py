@@ -68,6 +68,9 @@ class Host:
                 total += float(match[3])
         return total
 
+    def without_clients(self):
+        return self.sh("systemctl show --property LoadState --value chats") == "not-found"
+
     def counted(self, name, **labels):
         """Until that figure of the lmcache server is above 0."""
         self.wait(name, 60, lambda: (self.metric(name, **labels) or 0) > 0)
@@ -96,7 +99,8 @@ class Host:
         try:
             yield
         finally:
-            self.sh(f"rm -r {DROP_IN} && systemctl daemon-reload && rm -f {MARKER}")
+            # The marker stays: the server that runs has the fault still in it.
+            self.sh(f"rm -r {DROP_IN} && systemctl daemon-reload")
 
     def heal(self):
         """What a row that failed may have left broken, so that the next one starts as usual."""
@@ -115,7 +119,7 @@ class Row:
     """One row of the matrix while its chats are streamed."""
 
     def __init__(self, on, name, clients):
-        self.on, self.clients = on, clients
+        self.on, self.clients, self.repaired = on, clients, 0.0
         self.file = f"/srv/faults/{re.sub('[^a-z0-9]+', '-', name.lower())}.jsonl"
         self.seen = {}
         on.run("systemctl stop chats")  # of a row that failed
@@ -152,10 +156,14 @@ class Row:
         self.on.wait("a chat served from the cache", RECOVERY, hits)
         return min(hits())
 
+    def others(self):
+        """Chats that nobody had before: they have to be stored."""
+        self.on.sh(f"python3 /srv/faults/load.py run {self.file} 2 8 5")
+
     def leave(self):
         """The clients take their last answers and leave."""
         self.on.sh(f"touch {self.file}.stop")
-        self.on.wait("the clients' end", 150, lambda: self.on.run("systemctl is-active chats").rc != 0)
+        self.on.wait("the clients' end", 150, self.on.without_clients)
 
     @contextlib.contextmanager
     def away(self):
@@ -163,6 +171,7 @@ class Row:
         self.leave()
         yield
         self.on.kill(LMCACHE)
+        self.repaired = self.on.now()
         self.on.wait("the cache", RECOVERY, lambda: self.on.metric("kvp_admitted") == 1)
         self.on.sh(f"rm {self.file}.stop")
         self.start()
@@ -218,7 +227,7 @@ def row(on):
         try:
             chats.wait_answers(4 * clients)  # each prefix was stored as a whole
             yield chats
-            recovered = chats.wait_hit(on.now())
+            recovered = chats.wait_hit(chats.repaired or on.now())
             on.wait("kvp-admin status says that all is well", RECOVERY, lambda: on.status()[0] == 0)
             seen = chats.end()
         except BaseException:

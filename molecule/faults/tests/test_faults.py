@@ -129,7 +129,8 @@ def test_a_full_disk(on, row):
         for size in ("1G", "100M", "10M", "1M"):
             on.run(f"for n in 1 2 3 4 5 6 7 8 9; do fallocate -l {size} {ROOT}/filler-{size}-$n || break; done")
         on.run(f"dd if=/dev/zero of={ROOT}/filler bs=4k status=none")
-        chats.wait_answers(8)
+        chats.others()
+        on.counted("kvp_refused_stores", reason="budget")
         code, problems = on.status()
         assert code == 1
         assert "full" in " ".join(problems)
@@ -149,7 +150,7 @@ def test_a_used_up_budget(on, row):
         assert code == 1
         assert "kvp-admin cleanup --dead" in " ".join(problems)
         on.sh("kvp-admin cleanup --dead --apply")
-        on.sh("python3 /srv/faults/load.py run /srv/faults/later.jsonl 2 8")  # LMCache has the others in memory
+        chats.others()  # what was refused is in LMCache's memory, and not offered again until it leaves that
         on.wait("a store", 30, on.chunks)
 
 
@@ -158,7 +159,8 @@ def test_a_disk_that_is_gone(on, row):
     """The file system is shut down under the server: every access fails from then on."""
     with row("NVMe gone (file system shut down)") as chats:
         on.sh(f"xfs_io -x -c shutdown {ROOT}")
-        chats.wait_answers(8)
+        chats.others()
+        on.counted("kvp_failed_stores", reason="EIO")
         code, problems = on.status()
         assert code == 1
         assert ROOT in " ".join(problems)
@@ -169,7 +171,8 @@ def test_a_disk_that_is_gone(on, row):
 def test_a_read_only_remount(on, row):
     with row("remounted read-only") as chats:
         on.sh(f"mount -o remount,ro {ROOT}")
-        chats.wait_answers(8)
+        chats.others()
+        on.counted("kvp_failed_stores", reason="EROFS")
         code, problems = on.status()
         assert code == 1
         assert "read-only" in " ".join(problems)
@@ -198,13 +201,14 @@ def test_lmcache_takes_connections_and_never_answers(on, row):
     """Stopped, so its ports stay open: each request waits LMCache's timeout at most, and is computed."""
     with row("lmcache SIGSTOP for 25 s") as chats:
         on.kill(LMCACHE, "STOP")
+        since = on.now()
         try:
             time.sleep(15)
             code, problems = on.status()
             assert code == 1
             assert "does not answer" in " ".join(problems)
             time.sleep(10)
-            assert chats.answers()
+            assert len(chats.answers(since)) >= IN_FLIGHT
         finally:
             on.kill(LMCACHE, "CONT")
 
@@ -242,7 +246,7 @@ def test_vllm_is_killed(on, row):
     assert on.run("test -e /dev/shm/psm_left").rc != 0
     on.sh("rm /dev/shm/psm_of_root")
     # Nor does the lmcache server hold the memory of the vLLM that was killed.
-    assert on.run(f"grep 'lmcache_kv_.*deleted' /proc/{on.pid(LMCACHE)}/maps").rc != 0
+    assert on.run(f"grep 'lmcache_kv_.*deleted' /proc/{on.pid(LMCACHE)}/maps").rc == 1
 
 
 @long
@@ -261,7 +265,7 @@ def test_clients_go_away_while_their_chat_is_loaded(on, row):
         for _ in range(10):
             chats.wait_hit(on.now())
             on.sh("systemctl kill --signal KILL chats")
-            on.wait("the clients' end", 10, lambda: on.run("systemctl is-active chats").rc != 0)
+            on.wait("the clients' end", 10, on.without_clients)
             chats.start()
         chats.wait_answers(8)
         assert on.pid(VLLM) == pid
@@ -274,8 +278,9 @@ def test_lmcache_is_away_when_vllm_starts(on, row):
         with on.drop_in("[Unit]\nConditionPathExists=/never"):
             on.run(f"systemctl stop {LMCACHE}")
             on.kill(VLLM)
+            since = on.now()
             chats.wait_answers(4)
-            assert all(record["cached"] == 0 for record in chats.answers(on.now() - 1))
+            assert {record["cached"] for record in chats.answers(since)} == {0}
             code, problems = on.status()
             assert code == 1
             assert "vLLM serves uncached" in " ".join(problems)

@@ -95,10 +95,13 @@ def _store_problems(arguments: argparse.Namespace, is_active: bool) -> List[str]
             "kvpersist-lmcache is active, but does not answer; requests wait for it, then go on uncached: "
             "systemctl restart kvpersist-lmcache"
         )
-    root = _variables(arguments.config_dir, "cache.env").get("KVP_CACHE_ROOT", "")
+    root = _setting(arguments, "KVP_CACHE_ROOT")
     try:
         os.scandir(root).close()
         disk = os.statvfs(root)
+    except PermissionError:
+        problems.append(f"{root} is not for {os.environ.get('USER', 'this user')} to read: run kvp-admin as root")
+        return problems
     except OSError as error:
         problems.append(
             f"{root} cannot be read: {error.strerror}. Is its disk there (dmesg, lsblk)? Then: systemctl stop "
@@ -111,7 +114,8 @@ def _store_problems(arguments: argparse.Namespace, is_active: bool) -> List[str]
     if disk.f_bavail * disk.f_frsize <= limits["reserve"]:
         problems.append(
             f"the disk of {root} is full (free: {disk.f_bavail * disk.f_frsize / sizing.GB:.3f} GB, reserve: "
-            f"{limits['reserve'] / sizing.GB:.3f} GB), so nothing is stored: make room, or kvp-admin cleanup --dead"
+            f"{limits['reserve'] / sizing.GB:.3f} GB), so little or nothing is stored: make room, or "
+            "kvp-admin cleanup --dead"
         )
     if text is not None and limits["budget"]:
         # The server counts for itself: here nothing is read again.

@@ -275,9 +275,10 @@ class StoreAdapter(L2AdapterInterface):
         """Like :meth:`_admitted`, but a gate that is found closed gets GATE_SECONDS to open, once after each change."""
         while not self._admitted():
             now = time.monotonic()
-            if self._closed_since is None:
-                self._closed_since = now
-            if self._closing or now - self._closed_since > GATE_SECONDS:
+            since = self._closed_since  # another thread may see the gate change, and set it to None
+            if since is None:
+                self._closed_since = since = now
+            if self._closing or now - since > GATE_SECONDS:
                 return False
             time.sleep(0.1)
         return True
@@ -526,7 +527,7 @@ class StoreAdapter(L2AdapterInterface):
         if self._admitted():
             self._look_up(task, keys, True)
         else:
-            self._loading.submit(lambda: self._look_up(task, keys, self._admitted_soon()))
+            self._loading.submit(lambda: self._look_up(task, keys, self._admitted_soon()))  # which raises nothing
         return task
 
     def _look_up(self, task: L2TaskId, keys: list[ObjectKey], is_admitted: bool) -> None:
@@ -710,8 +711,8 @@ class StoreAdapter(L2AdapterInterface):
 
     def close(self) -> None:
         self._closing = True
+        self._loading.shutdown(wait=True)  # first: it hands work to the other
         self._storing.shutdown(wait=True)
-        self._loading.shutdown(wait=True)
         self.store.save()
         for notifier in (self._store_efd, self._lookup_efd, self._load_efd):
             notifier.close()
