@@ -74,6 +74,7 @@ def test_float16_is_another_namespace(host, deploy, ask):
     misses_and_is_right(host, ask)
 
 
+@long
 def test_another_head_split_is_refused_and_then_another_namespace(host, play, identify, deploy, ask):
     variables = {"kvp_vllm_model_dir": SPLIT}
     code, output = play.site(**{**PINS, **variables})
