@@ -148,7 +148,7 @@ def test_a_server_that_accepts_and_never_answers_is_not_there(launch):
 
 
 def test_a_server_that_holds_another_vllm_is_restarted(launch, lmcache, monkeypatch):
-    """That one was killed, and its memory would be missing."""
+    """That one is gone, and its memory would be missing."""
     called = launch.systemctl(True)
     assert launch(lmcache)[2]["caching"] is True
     assert called() == []
