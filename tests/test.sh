@@ -34,8 +34,11 @@ awaited() { # the output and exit status of what was started by `beside`
   return "$(cat "$BESIDE.status")"
 }
 
-why() { # the lines of OUTPUT that say what went wrong, or else its end
-  grep -aE -A 12 'fatal: |\[ERROR\]|^E  |^FAILED |error: ' "$OUTPUT" | tail -n 40 || tail -n 20 "$OUTPUT"
+why() { # the lines of OUTPUT that say what went wrong, or else its end; without colours and molecule's rails
+  sed -E 's/\x1b\[[0-9;]*m//g; s/^ *│ ?//' "$OUTPUT" >"$OUTPUT.plain"
+  grep -aE '^(E  |(FAILED|ERROR) )' "$OUTPUT.plain" | cut -c 1-300 | tail -n 25 ||
+    grep -aE -A 12 'fatal: |\[ERROR\]|error: ' "$OUTPUT.plain" | tail -n 40 || tail -n 20 "$OUTPUT.plain"
+  rm "$OUTPUT.plain"
 }
 
 lint() {
@@ -79,7 +82,8 @@ built_collection() ( # built, installed into an empty place and run from there
 
 molecule_on() { # molecule_on base|next SCENARIO
   use_controller "$1"
-  molecule test -s "$2" --destroy always
+  # Named: molecule looks for it at the top of a git checkout only, and passes without running anything elsewhere.
+  molecule --base-config "$REPO/.config/molecule/config.yml" test -s "$2" --destroy always
 }
 
 all() {

@@ -66,6 +66,26 @@ class Play:
         return shown
 
 
+def figure(text, name, **labels):
+    """Sum of a figure in Prometheus' text format, of the samples that have these labels; 0 when there is none."""
+    total = 0.0
+    for line in text.splitlines():
+        match = re.fullmatch(r"(\w+)(?:\{(.*)\})? ([0-9.e+-]+)", line)
+        if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
+            total += float(match[3])
+    return total
+
+
+@pytest.hookimpl(hookwrapper=True)
+def journal_of_what_failed(item, call):
+    """pytest_runtest_makereport of every scenario: a test that fails shows the journal of the services."""
+    report = (yield).get_result()
+    host = item.funcargs.get("host") or item.funcargs.get("on")
+    if report.when == "call" and report.failed and host is not None:
+        journal = host.run("journalctl -b --no-pager -n 80 -u 'kvpersist-*' -u by-hand -u chats")
+        report.sections.append(("journal of the services", journal.stdout))
+
+
 def changed(output):
     """Number of changed tasks that the recap of a play shows."""
     return int(re.search(r"changed=(\d+)", output).group(1))

@@ -6,6 +6,7 @@ LMCache that the store stands on, to compare two versions.
 """
 
 import dataclasses
+import gc
 import inspect
 import json
 import os
@@ -27,6 +28,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.platform.devices.cpu import shm
 
 ROOT, SMALL = (pathlib.Path(path) for path in (sys.argv[1:3] * 2)[:2])
 SHAPE = (2, 30, 256, 192)  # 5.9 MB of bfloat16, a chunk of SmolLM2
@@ -456,6 +458,26 @@ def full_disk(_):
     adapter.close()
 
 
+def memory(_):
+    """What a vLLM on CPUs has registered is mapped while a view of it lives, and no longer."""
+
+    def mapped():
+        return pathlib.Path("/proc/self/maps").read_text().count("lmcache_kv_")
+
+    owner = torch.arange(1024.0)
+    wire = shm.migrate_to_shm_and_wrap(owner).to_wire()
+    tensor = shm.CpuShmTensorWrapper.from_wire(wire).to_tensor()
+    assert mapped() == 2
+    view = tensor.reshape(32, 32)[1]
+    del tensor
+    gc.collect()
+    assert mapped() == 2
+    assert view.tolist() == [float(number) for number in range(32, 64)]
+    del view
+    gc.collect()
+    assert mapped() == 1
+
+
 def interface():
     for kind in (L2AdapterInterface, L2AdapterConfigBase, MemoryObj, Bitmap):
         for name, member in sorted(vars(kind).items()):
@@ -478,6 +500,7 @@ def main():
     checks = (
         *(there_and_back, damage, another_layout, another_release, one_server, wrong_parameters, environment),
         *(codecs, budget, kill_9, quotas, only_live, gate, recency, saved_index, cleaned_up, full_disk, reopened),
+        memory,
     )
     for check in checks:
         check(adapter)

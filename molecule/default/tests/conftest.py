@@ -9,7 +9,7 @@ import testinfra
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "tests/hosts"))
 
-from play import REPO, Play  # noqa: E402  (the path above comes first)
+from play import REPO, Play, journal_of_what_failed  # noqa: E402  (the path above comes first)
 
 
 @pytest.fixture
@@ -31,9 +31,4 @@ def blank(tmp_path):
     subprocess.run([script, "down", name], check=True)
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = (yield).get_result()
-    if report.when == "call" and report.failed and "host" in item.funcargs:
-        journal = item.funcargs["host"].run("journalctl -b --no-pager -n 80 -u 'kvpersist-*'")
-        report.sections.append(("journal of the services", journal.stdout))
+pytest_runtest_makereport = journal_of_what_failed

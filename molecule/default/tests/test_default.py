@@ -1,12 +1,15 @@
 """What site.yml promises on a host of its own: running, repeatable, refusing what is wrong."""
 
+import base64
 import json
 
 import pytest
-from play import changed, told
+import yaml
+from play import REPO, changed, long, told
 
-KEY = "sk-s3cret-of-the-test"
-CHAT = {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello"}]}
+KEY, TOKEN = "sk-s3cret-of-the-test", "hf_s3cret-of-the-test"
+VARS = yaml.safe_load((REPO / "molecule/default/inventory/hosts.yml").read_text())["kvpersist"]["vars"]
+CHAT = {"model": VARS["kvp_vllm_served_model_name"], "messages": [{"role": "user", "content": "Hello"}]}
 
 
 def test_services_run_and_are_enabled(host):
@@ -84,8 +87,21 @@ def test_api_key_is_needed_and_stays_secret(host):
     assert host.check_output(send) == "401"
     assert host.check_output(f"{send} -H 'Authorization: Bearer {KEY}'") == "200"
     for where in ("docker inspect smollm2-kvp", "ps axww -o args", "journalctl -b --no-pager", "cat /etc/kvpersist/*"):
-        shown = host.check_output(f"{where} | grep -v grep | grep -c {KEY} || true")
+        shown = host.check_output(f"{where} | grep -v grep | grep -c -e {KEY} -e {TOKEN} || true")
         assert shown == "0", where
+    assert (
+        host.check_output("docker exec smollm2-kvp cat /proc/1/environ | tr '\\0' '\\n' | grep ^HF_TOKEN")
+        == f"HF_TOKEN={TOKEN}"
+    )
+
+
+def test_text_reaches_the_process_as_it_stands(host):
+    def of_vllm(file):
+        text = host.check_output(f"docker exec smollm2-kvp cat /proc/1/{file} | base64 -w 0")
+        return base64.b64decode(text).decode().split("\0")
+
+    assert VARS["kvp_vllm_served_model_name"] in of_vllm("cmdline")
+    assert "NOTE=" + VARS["kvp_vllm_env"]["NOTE"] in of_vllm("environ")
 
 
 def test_the_server_is_sandboxed(host):
@@ -93,12 +109,23 @@ def test_the_server_is_sandboxed(host):
     assert float(score) <= 2.0
 
 
-def test_second_run_changes_and_restarts_nothing(play):
+def test_services_never_give_up_and_the_cache_goes_first(host):
+    shown = host.check_output("systemctl show -p StartLimitIntervalUSec,OOMScoreAdjust kvpersist-lmcache").split()
+    assert sorted(shown) == ["OOMScoreAdjust=500", "StartLimitIntervalUSec=0"]
+    assert host.check_output("systemctl show -p StartLimitIntervalUSec --value kvpersist-vllm") == "0"
+
+
+def test_second_run_changes_and_restarts_nothing(host, play):
+    drop_in = "/etc/systemd/system/kvpersist-lmcache.service.d/mine.conf"  # of the operator: it is left alone
+    host.check_output(f"mkdir -p $(dirname {drop_in}) && printf '[Service]\nNice=1\n' > {drop_in}")
+    host.check_output("systemctl daemon-reload")
     before = play.units()
     code, output = play.site()
     assert code == 0, output
     assert changed(output) == 0, output
     assert play.units() == before
+    assert host.file(drop_in).content_string == "[Service]\nNice=1\n"
+    host.check_output(f"rm -r $(dirname {drop_in}) && systemctl daemon-reload")
 
 
 def test_check_mode_finds_nothing_to_change(play):
@@ -134,25 +161,51 @@ def refused(play, *needles, **variables):
 
 # A placeholder or another wrong value: what the message has to say.
 WRONG = [
+    (
+        {
+            "kvp_l2_size_gb": "inf",
+            "kvp_lmcache_host": "0.0.0.0",
+            "kvp_vllm_model_dir": "/srv/a:b",
+            "kvp_vllm_port": "8000 ",
+            "kvp_vllm_container_name": "a'; id",
+            "kvp_storage_mount_options": "a\nb",
+            "kvp_lmcache_extra_args": ["$(id)"],
+            "kvp_vllm_memory": None,
+            "kvp_user": "root",
+            "kvp_vllm_env": {"A": None},
+            "kvp_lmcache_trigger_watermark": 9,
+        },
+        [
+            'kvp_l2_size_gb is "inf"',
+            "kvp_lmcache_host is",
+            "loopback",
+            "kvp_vllm_model_dir is",
+            'kvp_vllm_port is "8000 "',
+            "kvp_vllm_container_name is",
+            "kvp_storage_mount_options is",
+            "kvp_lmcache_extra_args is",
+            "kvp_vllm_memory is null",
+            'kvp_user is "root"',
+            "kvp_vllm_env is not shown",
+            "kvp_lmcache_trigger_watermark is 9",
+        ],
+    ),
+    ({"kvp_vllm_env": {"HF_TOKEN": "x"}}, ["kvp_vllm_env has HF_TOKEN", "kvp_vllm_hf_token_file"]),
+    ({"kvp_vllm_hf_token_file": "/etc/passwd"}, ["kvp_vllm_hf_token_file is /etc/passwd", "of root with mode 0644"]),
+    ({"kvp_vllm_image_unpinned": False}, ["kvp_vllm_image is kvpersist/vllm-cpu:0.32.0", "NAME@sha256:DIGEST"]),
     ({"kvp_vllm_image": "lmcache/vllm-openai@sha256:REPLACE_ME"}, ["kvp_vllm_image", "REPLACE_ME"]),
     ({"kvp_identity_kv_groups": [{"layers": 1, "window": "REPLACE_ME"}]}, ["kvp_identity_kv_groups", "REPLACE_ME"]),
     ({"kvp_identity_model_revision": "main"}, ['model_revision is "main"', "40 hexadecimal digits"]),
     ({"kvp_identity_kv_cache_dtype": "auto"}, ['kv_cache_dtype is "auto"', "bfloat16"]),
-    ({"kvp_l2_size_gb": -1}, ["kvp_l2_size_gb is -1"]),
     ({"kvp_l1_size_gb": 4096}, ["kvp_l1_size_gb is 4096"]),
-    ({"kvp_lmcache_host": "0.0.0.0"}, ["kvp_lmcache_host", "loopback"]),
     ({"kvp_vllm_api_key_file": ""}, ["kvp_vllm_host is 0.0.0.0", "kvp_vllm_api_key_file is empty"]),
     ({"kvp_vllm_model_dir": "/srv/models/none"}, ["/srv/models/none/config.json"]),
     ({"kvp_vllm_extra_args": ["--dtype=half"]}, ["--dtype", "kvp_identity_"]),
-    ({"kvp_vllm_extra_args": ["--kv_cache_dtype=fp8"]}, ["--kv-cache-dtype", "kvp_identity_"]),
-    ({"kvp_vllm_extra_args": ["--quantization", "fp8"]}, ["--quantization", "kvp_identity_"]),
     ({"kvp_vllm_extra_args": ["--enable-lora"]}, ["--enable-lora among the extra arguments", "serve-uncached"]),
     ({"kvp_vllm_docker_args": ["--env", "VLLM_KV_CACHE_LAYOUT=NHD"]}, ["VLLM_KV_CACHE_LAYOUT in the environment"]),
     ({"kvp_identity_kv_groups": [{"layers": 30, "kv_heads": 3, "head_dim": 64}]}, ["kv_groups[0]", "k_head_dim"]),
-    ({"kvp_identity_uncertain": "ignore"}, ["kvp_identity_uncertain", "serve-uncached"]),
     ({"kvp_lmcache_extra_args": ["--chunk-size=512"]}, ["kvp_lmcache_extra_args has --chunk-size"]),
     ({"kvp_identity_lmcache_version": "0.5.5"}, ["kvp_identity_lmcache_version is 0.5.5", "lmcache==0.5.6"]),
-    ({"kvp_lmcache_trigger_watermark": 9}, ["trigger_watermark is 9"]),
     ({"kvp_vllm_port": 8080}, ["kvp_vllm_port is 8080", "kvp_lmcache_http_port"]),
     ({"kvp_vllm_docker_args": ["--restart", "unless-stopped"]}, ["--restart", "the unit decides"]),
     ({"kvp_vllm_image": "nowhere/none:1"}, ["kvp_vllm_image is nowhere/none:1"]),
@@ -214,3 +267,40 @@ def test_an_unmounted_cache_is_refused_while_vllm_serves_on(host):
     finally:
         host.check_output("cp /root/fstab /etc/fstab && systemctl daemon-reload && mount /var/lib/kvpersist")
     host.check_output("systemctl start kvpersist-lmcache")
+
+
+def test_uninstall_keeps_the_chunks_unless_their_directory_is_named(host, play):
+    """Last of all."""
+    chunks = host.check_output("ls /var/lib/kvpersist/*.bin")
+    before = touched(play)
+    code, output = play.book("uninstall.yml", kvp_uninstall_cache_root="/var/lib")
+    assert code != 0
+    assert "kvp_uninstall_cache_root is /var/lib, but this VM's cache is /var/lib/kvpersist" in told(output)
+    assert touched(play) == before
+    code, output = play.book("uninstall.yml", "--check", "--diff")
+    assert code == 0, output
+    assert touched(play) == before
+
+    code, output = play.book("uninstall.yml")
+    assert code == 0, output
+    left = (
+        "find / -xdev '(' -path /proc -o -path /sys -o -path /srv -o -path /var/lib/docker -o -path /var/log ')' -prune"
+    )
+    names = "-iname '*kvpersist*' -o -name 'kvp-*'"
+    assert host.check_output(f"{left} -o '(' {names} ')' -print") == "/var/lib/kvpersist"
+    assert host.run("docker inspect smollm2-kvp").rc != 0
+    assert host.check_output("ls /var/lib/kvpersist/*.bin") == chunks
+    assert host.mount_point("/var/lib/kvpersist").exists
+    code, output = play.book("uninstall.yml")
+    assert (code, changed(output)) == (0, 0), output
+
+
+@long
+def test_a_second_life_finds_the_cache(host, play):
+    code, output = play.site()
+    assert code == 0, output
+    assert json.loads(host.check_output("kvp-admin report --json"))["bytes"]["live"] > 0
+    code, output = play.book("uninstall.yml", kvp_uninstall_cache_root="/var/lib/kvpersist")
+    assert code == 0, output
+    assert host.check_output("ls -A /var/lib/kvpersist") == ""
+    assert host.mount_point("/var/lib/kvpersist").exists

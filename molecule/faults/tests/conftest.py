@@ -13,7 +13,7 @@ import yaml
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "tests/hosts"))
 
-from play import REPO, Play, told  # noqa: E402  (the path above comes first)
+from play import REPO, Play, figure, journal_of_what_failed, told  # noqa: E402  (the path above comes first)
 
 ROOT = "/var/lib/kvpersist"
 LMCACHE, VLLM, GATE = "kvpersist-lmcache", "kvpersist-vllm", "kvpersist-gate"
@@ -56,17 +56,24 @@ class Host:
         run = self.run("kvp-admin status --json")
         return run.rc, json.loads(run.stdout)["problems"]
 
+    def complains(self, text):
+        """kvp-admin status fails, and says that."""
+        code, problems = self.status()
+        assert code == 1
+        assert text in " ".join(problems)
+
+    def wait_vllm(self):
+        """Until vLLM answers again."""
+        self.wait("vLLM", 120, lambda: self.run("curl -sf http://127.0.0.1:8000/health").rc == 0)
+
+    def wait_killed(self):
+        """Until the fault inside the lmcache server has killed it."""
+        self.wait("the kill", 60, lambda: self.run(f"test -e {MARKER}").rc == 0)
+
     def metric(self, name, **labels):
         """Sum of a figure of the lmcache server's own /metrics; None while it does not answer."""
         run = self.run("curl -sf --max-time 5 http://127.0.0.1:8080/metrics")
-        if run.rc != 0:
-            return None
-        total = 0.0
-        for line in run.stdout.splitlines():
-            match = re.fullmatch(r"(\w+)(?:\{(.*)\})? ([0-9.e+-]+)", line)
-            if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
-                total += float(match[3])
-        return total
+        return figure(run.stdout, name, **labels) if run.rc == 0 else None
 
     def without_clients(self):
         return self.sh("systemctl show --property LoadState --value chats") == "not-found"
@@ -190,7 +197,7 @@ def streamed(on):
     @contextlib.contextmanager
     def run(name):
         chats = Row(on, name, 4)
-        chats.wait_answers(8)
+        chats.wait_answers(16)  # each prefix was stored as a whole
         yield chats
         chats.end()
 
@@ -253,9 +260,4 @@ def pytest_terminal_summary(terminalreporter):
         )
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = (yield).get_result()
-    if report.when == "call" and report.failed and "on" in item.funcargs:
-        journal = item.funcargs["on"].run("journalctl -b --no-pager -n 80 -u 'kvpersist-*' -u chats")
-        report.sections.append(("journal of the services", journal.stdout))
+pytest_runtest_makereport = journal_of_what_failed

@@ -10,7 +10,7 @@ import yaml
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "tests/hosts"))
 
-from play import Play, told  # noqa: E402  (the path above comes first)
+from play import Play, journal_of_what_failed, told  # noqa: E402  (the path above comes first)
 
 CONFIG = "/root/by-hand.json"
 MODEL_ONLY = ("--tags", "identity,vllm,verify")
@@ -99,9 +99,4 @@ def ask(play):
     return run
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = (yield).get_result()
-    if report.when == "call" and report.failed and "host" in item.funcargs:
-        journal = item.funcargs["host"].run("journalctl -b --no-pager -n 80 -u 'kvpersist-*' -u by-hand")
-        report.sections.append(("journal of the services", journal.stdout))
+pytest_runtest_makereport = journal_of_what_failed

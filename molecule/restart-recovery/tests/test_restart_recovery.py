@@ -79,7 +79,14 @@ def test_without_the_cache_server_it_serves_uncached_and_says_so(play):
 
 def test_a_cache_server_restarted_before_the_first_long_chat_is_used_again(play):
     """LMCache's workers watch the server only after their first store; priming starts the watch."""
-    play.host.check_output("systemctl restart kvpersist-vllm && systemctl restart kvpersist-lmcache")
+    lmcache = play.units()["kvpersist-lmcache"]
+    play.host.check_output("systemctl restart kvpersist-vllm")
+    assert play.units()["kvpersist-lmcache"] == lmcache  # a vLLM that ended by itself leaves nothing there
+    mapped = (
+        "grep -c 'lmcache_kv_.*(deleted)' /proc/$(systemctl show -p MainPID --value kvpersist-lmcache)/maps || true"
+    )
+    assert play.host.check_output(mapped) == "0"
+    play.host.check_output("systemctl restart kvpersist-lmcache")
     code, output = play.site("--tags", "verify")
     assert code == 0, output
     play.chat(conversation=79, prompt_tokens=700)

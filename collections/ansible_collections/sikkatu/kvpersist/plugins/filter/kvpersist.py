@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping
 
 from ansible.errors import AnsibleFilterError
 
-from ..module_utils.kvpersist import arguments, identity, render
+from ..module_utils.kvpersist import arguments, identity, render, variables
 from ..module_utils.kvpersist.identity import CacheIdentity
 
 
@@ -41,13 +41,13 @@ def _pins(fields: Mapping[str, object], partial: bool = False) -> Dict[str, Any]
 def _doubts(
     fields: Mapping[str, object],
     extra_args: Iterable[object] = (),
-    variables: Iterable[object] = (),
+    names: Iterable[object] = (),
     docker_args: Iterable[object] = (),
 ) -> List[str]:
     return [
         *identity.doubts(fields),
         *arguments.doubtful_arguments(extra_args),
-        *arguments.doubtful_variables([*variables, *arguments.docker_variables(docker_args)]),
+        *arguments.doubtful_variables([*names, *arguments.docker_variables(docker_args)]),
     ]
 
 
@@ -62,6 +62,7 @@ class FilterModule:
             "kvp_doubts": _filter(_doubts),
             "kvp_serve_args": _filter(render.serve_args),
             "kvp_doubtful_server_args": _filter(arguments.doubtful_server_arguments),
+            "kvp_problems": _filter(variables.problems),
             "kvp_env_file": _filter(render.env_file),
             "kvp_l2_adapter": _filter(render.l2_adapter),
             "kvp_kv_transfer": _filter(render.kv_transfer),
