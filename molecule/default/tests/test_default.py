@@ -2,6 +2,7 @@
 
 import base64
 import json
+import socket
 
 import pytest
 import yaml
@@ -79,6 +80,39 @@ def test_the_two_ports_of_lmcache_are_on_loopback(host):
     for port in (5555, 8080):
         assert host.socket(f"tcp://127.0.0.1:{port}").is_listening
         assert not host.socket(f"tcp://0.0.0.0:{port}").is_listening
+
+
+def test_other_accounts_of_the_host_read_figures_and_no_more(host):
+    def status(account, *words):
+        ask = f"curl -s -o /dev/null -w '%{{http_code}}' {' '.join(words)}"
+        return host.check_output(f"runuser -u {account} -- {ask}")
+
+    url = "http://127.0.0.1:8080"
+    for path in ("/metrics", "/status", "/healthcheck"):
+        assert status("nobody", url + path) == "200"
+    for words in (
+        ["-X POST", "/cache/clear"],
+        ["-X DELETE", "/cache/objects"],
+        ["-X POST", "/run_script"],
+        ["", "/config"],
+    ):
+        assert status("nobody", words[0], url + words[1]) == "403"
+    for account in ("root", "kvpersist"):
+        assert status(account, f"{url}/config") == "200"
+    assert host.run("runuser -u nobody -- ls /var/lib/kvpersist").rc != 0
+
+
+def test_nothing_but_vllm_answers_to_another_host(host):
+    """From outside the host, over its network."""
+    address = host.check_output("hostname -I").split()[0]
+    assert socket.create_connection((address, 8000), timeout=5)
+    open_ports = []
+    for port in range(1, 65536):
+        with socket.socket() as attempt:
+            attempt.settimeout(1)
+            if attempt.connect_ex((address, port)) == 0:
+                open_ports.append(port)
+    assert open_ports == [8000]
 
 
 def test_api_key_is_needed_and_stays_secret(host):

@@ -36,7 +36,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.mp_observability.otel_init import register_gauge
 from lmcache.v1.platform import create_event_notifier
 
-from . import codecs
+from . import codecs, guard
 
 logger = init_logger("kvpersist")
 
@@ -233,6 +233,10 @@ class StoreAdapter(L2AdapterInterface):
         self._loading = ThreadPoolExecutor(config.threads, thread_name_prefix="kvpersist-load")
         self._register_metrics()
         usage = self.store.usage()
+        if guard.install():
+            logger.info(
+                "kvpersist guard: figures for everybody, the rest of the HTTP port for root and uid %d", os.getuid()
+            )
         logger.info(
             "kvpersist store: %d chunks, %d bytes live, %d bytes of others, budget %d, indexed in %.2f s%s, %s",
             self.store.index.count,
