@@ -108,6 +108,7 @@ long() {
   $has_next && step "molecule storage, ansible-core $ANSIBLE_CORE_NEXT" molecule_on next storage
   $has_next && step "molecule default, ansible-core $ANSIBLE_CORE_NEXT" molecule_on next default
   step "molecule restart-recovery, ansible-core $ANSIBLE_CORE_BASE" molecule_on base restart-recovery
+  step "molecule upgrade" molecule_on base upgrade
 }
 
 faults() { # every row of the failure model

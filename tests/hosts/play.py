@@ -19,13 +19,16 @@ class Play:
 
     docs = REPO / "collections/ansible_collections/sikkatu/kvpersist/docs"
 
-    def __init__(self, host, name, inventory=""):
+    def __init__(self, host, name, inventory="", tree=REPO):
+        """``tree``: another checkout, with its own playbooks, roles and settings."""
         self.host = host
         self.name = name
+        self.tree = tree
         self.inventory = inventory or os.environ["MOLECULE_SCENARIO_DIRECTORY"] + "/inventory"
         self.env = {
             **os.environ,
-            "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"),
+            "ANSIBLE_CONFIG": str(tree / "ansible.cfg"),
+            "ANSIBLE_COLLECTIONS_PATH": os.environ["ANSIBLE_COLLECTIONS_PATH"].replace(str(REPO), str(tree)),
             "ANSIBLE_NOCOLOR": "1",
             "ANSIBLE_CALLBACK_RESULT_FORMAT": "json",
             "PY_COLORS": "0",
@@ -33,7 +36,7 @@ class Play:
         }
 
     def _run(self, *command):
-        run = subprocess.run(command, cwd=REPO, env=self.env, capture_output=True, text=True, check=False)
+        run = subprocess.run(command, cwd=self.tree, env=self.env, capture_output=True, text=True, check=False)
         return run.returncode, run.stdout + run.stderr
 
     def book(self, playbook, *arguments, **variables):
