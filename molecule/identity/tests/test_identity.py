@@ -86,6 +86,7 @@ def test_another_head_split_is_refused_and_then_another_namespace(host, play, id
     misses_and_is_right(host, ask)
 
 
+@long  # two later tests come back to it too
 def test_back_to_the_first_model_hits_its_own_cache(deploy, ask):
     deploy(*MODEL_ONLY, **PINS)
     answer, control = ask(CHAT)
@@ -144,6 +145,7 @@ def test_a_single_false_pin_is_named(play, field):
     assert any(doubt.startswith(f"{field} is pinned as") for doubt in checked["doubts"])
 
 
+@long  # the next test shows the same of other weights
 def test_a_false_pin_stops_the_play(play):
     before = play.units()
     code, output = play.site("--tags", "identity", **{**PINS, "kvp_identity_vllm_commit": "0123456789"})
@@ -166,9 +168,11 @@ def test_weights_swapped_in_place_are_served_uncached(host, play, identify, depl
         assert (code, shown["caching"]) == (1, False)
         assert "are not the pinned ones" in shown["problems"][0]
         assert "kvp_serving_uncached 1" in host.file("/run/kvpersist/kvpersist.prom").content_string
+        before = play.units()
         code, output = play.site(**PINS)
         assert code != 0
         assert "weights_fingerprint is pinned as" in told(output)
+        assert play.units() == before
         deploy(*MODEL_ONLY, **identify())
         misses_and_is_right(host, ask)
     finally:
@@ -199,7 +203,7 @@ def test_the_gate_takes_the_cache_from_a_vllm_that_differs(host, play, deploy, a
 
 
 def test_the_pinned_vllm_has_the_cache_back(host, deploy, ask):
-    deploy(**PINS)
+    deploy(*MODEL_ONLY, **PINS)
     answer, control = ask(CHAT)
     assert answer["cached_tokens"] > 0.8 * answer["prompt_tokens"]
     assert answer["token_ids"] == control["token_ids"]
