@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-.PHONY: help demo demo-down test test-all faults lint test-unit bench clean-cache
+.PHONY: help demo demo-down test test-all faults soak lint test-unit bench clean-cache
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -21,6 +21,9 @@ test-all: ## the same, plus what takes long
 
 faults: ## break every row of the failure model while chats are streamed, and print the matrix
 	@tests/test.sh faults
+
+soak: ## kill and restart the services under load for KVP_SOAK_MINUTES (120)
+	@KVP_SOAK_MINUTES=$${KVP_SOAK_MINUTES:-120} tests/test.sh soak
 
 lint: ## linters only
 	@tests/test.sh lint

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks of this repository. Usage: test.sh lint|unit|all|long|faults
+# The checks of this repository. Usage: test.sh lint|unit|all|long|faults|soak
 # It ends with what went wrong, and the last line is the count: "N passed, N failed".
 source "$(dirname "$0")/env/common.sh"
 cd "$REPO"
@@ -117,13 +117,19 @@ faults() { # every row of the failure model
   step "molecule faults" molecule_on base faults
 }
 
+soak() {
+  export PYTEST_ADDOPTS="-k soak"
+  tests/env/prepare.sh
+  step "molecule faults, soak" molecule_on base faults
+}
+
 case ${1:-} in
-  lint | unit | all | long | faults)
+  lint | unit | all | long | faults | soak)
     tests/env/system.sh packages
     use_controller base
     "$1"
     ;;
-  *) die "usage: test.sh lint|unit|all|long|faults" ;;
+  *) die "usage: test.sh lint|unit|all|long|faults|soak" ;;
 esac
 tests/env/system.sh down
 printf '%s\n' ${notes[@]+"${notes[@]}"}

@@ -4,8 +4,10 @@ In the order of the table in docs/en/failures.md. A row that kills vLLM may lose
 breaks what breaks most often; `make faults` and `make test-all` break everything.
 """
 
+import os
 import time
 
+import pytest
 from conftest import BUDGET, DEADLINE, GATE, LMCACHE, ROOT, VLLM, inside
 from play import long
 
@@ -335,6 +337,26 @@ def test_eight_clients_over_restarts(on, row):
         chats.wait_answers(40)
         on.sh(f"systemctl restart {LMCACHE} {VLLM}")
         chats.wait_answers(60)
+
+
+@pytest.mark.skipif("KVP_SOAK_MINUTES" not in os.environ, reason="make soak")
+def test_soak(on, row):
+    """Round after round of kills and restarts; nothing piles up."""
+    breaks = (
+        lambda: on.kill(LMCACHE),
+        lambda: on.kill(VLLM),
+        lambda: on.sh(f"systemctl restart {VLLM}"),
+        lambda: on.sh(f"systemctl restart {LMCACHE} {VLLM}"),
+    )
+    number, end = 0, time.monotonic() + 60 * int(os.environ["KVP_SOAK_MINUTES"])
+    while number < len(breaks) or time.monotonic() < end:
+        with row(f"soak, round {number + 1}", clients=8, lost=2 * IN_FLIGHT) as chats:
+            breaks[number % len(breaks)]()
+            chats.wait_answers(100)
+        number += 1
+        assert int(on.sh(f"du -s --block-size=1 {ROOT}").split()[0]) <= BUDGET
+        assert len(on.sh("ls /dev/shm").split()) <= 8
+        assert on.sh("docker ps --all --quiet | wc -l") == "1"
 
 
 def test_a_build_without_checks_is_found_out(on, streamed):
