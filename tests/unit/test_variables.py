@@ -108,7 +108,20 @@ def test_no_process_is_given_what_it_cannot_be_given(name, kind):
         ("kvp_lmcache_quotas_gb", [{"a": 0}, {"a": "x"}, {1: 1}, {"a b": 1}]),
         ("kvp_vllm_env", [{"1A": "x"}, {"A B": "x"}, {"A": None}, {"A": ["x"]}]),
         ("kvp_cache_root", ["/", "/var/lib/../x", "/tmp/x", "/root", "/var//lib", "/var/lib/", "var/lib"]),
+        (
+            "kvp_cache_root",
+            ["/var/cache/kvpersist/chunks", "/etc/kvpersist/x", "/usr/lib/x", "/var/lib", "/opt", "/mnt"],
+        ),
+        ("kvp_lmcache_venv", ["/usr", "/usr/local", "/opt", "/etc/x", "/root"]),
         ("kvp_user", ["root", "Root", "-x", "a" * 32]),
+        ("kvp_vllm_env", [{"HF_TOKEN": "x"}, {"OPENAI_APIKEY": "x"}, {"DB_PASS": "x"}, {"HF_TOKEN_2": "x"}]),
+        ("kvp_vllm_docker_args", [["--env", "HF_TOKEN=x"], ["-eGH_PAT"], ["--env=A_KEYS=x"]]),
+        ("kvp_vllm_gpus", ["device=0,1", "--x", 0, "0"]),
+        ("kvp_vllm_memory", [200, "200", "64x"]),
+        ("kvp_vllm_host", ["--privileged"]),
+        ("kvp_lmcache_python", ["-c"]),
+        ("kvp_storage_device", ["/dev/../etc/passwd"]),
+        ("kvp_l2_size_gb", [10**400]),
         ("kvp_vllm_model_dir", ["/srv/a:b", "/srv/a b", "models", "/srv/../etc"]),
         ("kvp_lmcache_extra_args", [["a b"], ["$X"], ["%i"], "--x"]),
         ("kvp_storage_mount_options", ["a b", "#x", "", "a\\040b"]),
@@ -127,8 +140,13 @@ def test_near_misses_are_refused(name, values):
         ("kvp_vllm_env", [{"A": "\n'$", "B": 1, "C": True, "D": 0.5, "E": ""}]),
         ("kvp_vllm_extra_args", [["--a", 1, '{"a": "ключ"}']]),
         ("kvp_vllm_model_dir", ["/srv/models--X--Y/snapshots/" + "0" * 40 + "/"]),
-        ("kvp_lmcache_direct_io", [True, "false", "yes"]),
-        ("kvp_vllm_gpus", ["", "all", '"device=0,1"', 2]),
+        ("kvp_lmcache_direct_io", [True, "false", "yes", "on", 1, "0"]),
+        ("kvp_vllm_gpus", ["", "all", '"device=0,1"', 2, "device=0:0", "device=MIG-GPU-1/2/0"]),
+        ("kvp_vllm_memory", ["", "64g", "1.5g", "64GiB", "1t"]),
+        ("kvp_vllm_docker_args", [["--volume", "/a b:/c", "--env", "TOKENIZER=x", "--shm-size", "1g"]]),
+        ("kvp_vllm_env", [{"VLLM_MAX_TOKENS_": 1, "KEYS_OF": "x"}]),
+        ("kvp_vllm_lmcache_wait", [0]),
+        ("kvp_cache_root", ["/var/lib/kvpersist", "/mnt/nvme/kv", "/data", "/opt/x"]),
     ],
 )
 def test_what_people_write_is_taken(name, values):
@@ -143,6 +161,7 @@ def test_a_name_that_no_role_reads_is_refused_with_the_nearest():
 
 
 def test_secrets_are_not_quoted():
-    for name in ("kvp_vllm_env", "kvp_vllm_docker_args", "kvp_lmcache_index_args"):
-        (line,) = variables.problems({name: {"HF_TOKEN": "s3cret\0"}})
-        assert "s3cret" not in line
+    for name in ("kvp_vllm_env", "kvp_vllm_docker_args", "kvp_lmcache_index_args", "kvp_vllm_api_key_file"):
+        for value in ({"HF_TOKEN": "s3cret\0"}, "s3cret"):
+            (line,) = variables.problems({name: value})
+            assert "s3cret" not in line

@@ -14,6 +14,7 @@ import re
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple
 
 from . import identity, render
+from .arguments import docker_variables
 from .objects import CODECS
 
 #: Characters of a message that quote a value.
@@ -52,7 +53,10 @@ def _number(value: Any) -> float:
     """NaN, which no comparison holds for, unless it is a number or its plain digits."""
     if isinstance(value, bool) or not re.fullmatch(r"-?[0-9]+([.][0-9]+)?(e[+-]?[0-9]+)?", str(value), re.ASCII):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def whole(least: int, most: int, unit: str = "") -> Rule:
@@ -106,11 +110,23 @@ def words(allowed: str, holds: Callable[[Any], bool] = _word, least: int = 0, se
     return Rule(each, allowed, secret)
 
 
+#: Names that say that their value is a secret, which `docker inspect` would show.
+_SECRET = re.compile(r"(token|secret|password|passwd|pass|pat|key|credential)s?(_?[0-9]+)?$", re.I)
+
+
 def _environment(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and _word(word)
+        isinstance(name, str)
+        and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+        and not _SECRET.search(name)
+        and _word(word)
         for name, word in value.items()
     )
+
+
+def _docker_words(value: Any) -> bool:
+    words_only = isinstance(value, list) and all(_word(word) and word != "" for word in value)
+    return words_only and not any(_SECRET.search(name) for name in docker_variables(value))
 
 
 def _quotas(value: Any) -> bool:
@@ -120,8 +136,12 @@ def _quotas(value: Any) -> bool:
     )
 
 
+#: What Ansible's filter ``bool`` understands.
+_BOOLEANS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
+
+
 def _boolean(value: Any) -> bool:
-    return isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"))
+    return isinstance(value, (bool, int, str)) and str(value).lower() in _BOOLEANS
 
 
 #: A path that units, mount tables and docker take as it is.
@@ -130,27 +150,43 @@ _UP = r"(^|/)[.]{1,2}(/|$)"
 _PATH_WORDS = "an absolute path of letters, digits and ._@+- between single slashes, without one at its end"
 #: Not seen by a server with ProtectHome= and PrivateTmp=, or not a place for files.
 _HIDDEN = r"^/(home|root|run|tmp|var/tmp|dev|proc|sys)(/|$)"
+#: The system's own, and what uninstall.yml removes.
+_SYSTEM = (
+    r"^/(etc|usr|boot|bin|sbin|lib[0-9]*)(/|$)|^/var/cache/kvpersist|^/(var(/cache|/lib)?|opt(/kvpersist)?|srv|mnt)$"
+)
 
 PATH = text(_PATH + "/?", "an absolute path of letters, digits and ._@+- between single slashes", but=_UP)
+DEVICE = text(r"/dev/[!-~]+", "a path below /dev, such as /dev/disk/by-id/nvme-...", but=_UP)
 PORT = whole(1, 65535)
 PAGE_GIB = 4096 / render.GIB
-SECONDS = whole(1, 7 * 86400, "seconds")
+WEEK = 7 * 86400
+SECONDS = whole(1, WEEK, "seconds")
 FRACTION = number(lambda value: 0 < value <= 1, "a number above 0, at most 1")
 ACCOUNT = text(
     r"[a-z_][a-z0-9_-]{0,30}", "a name of small letters, digits and _-, up to 31, and not root", but=r"^root$"
 )
-PROGRAM = text(r"[A-Za-z0-9._/+-]+", "a program: letters, digits and ._/+-")
+PROGRAM = text(r"[A-Za-z0-9._/][A-Za-z0-9._/+-]*", "a program: letters, digits and ._/+-")
+#: Index or UUID of a GPU or of a part of one.
+_GPU = r"[A-Za-z0-9:/._-]+"
+#: Of root; a slip could be the secret itself.
+SECRET_FILE = Rule(lambda value: value == "" or PATH.holds(value), f'{PATH.allowed}, or ""', secret=True)
 
 
 def or_empty(rule: Rule) -> Rule:
     return Rule(lambda value: value == "" or rule.holds(value), f'{rule.allowed}, or ""')
 
 
+_NO_SECRETS = (
+    "no variable whose name ends in TOKEN, SECRET, PASSWORD, PASS, PAT, KEY or CREDENTIALS, which docker inspect would"
+    " show: kvp_vllm_api_key_file and kvp_vllm_hf_token_file name files of root instead"
+)
+
 RULES: Dict[str, Rule] = {
     "kvp_cache_root": text(
         _PATH,
-        f"{_PATH_WORDS}, and not below /home, /root, /run, /tmp or /var/tmp, which the sandboxed server does not see",
-        but=f"{_UP}|{_HIDDEN}",
+        f"{_PATH_WORDS}, and not below /home, /root, /run, /tmp or /var/tmp, which the sandboxed server does not see,"
+        " nor a directory of the system's or the product's own",
+        but=f"{_UP}|{_HIDDEN}|{_SYSTEM}",
     ),
     "kvp_l1_size_gb": number(
         lambda value: value > 0 and value / PAGE_GIB % 1 == 0,
@@ -160,27 +196,26 @@ RULES: Dict[str, Rule] = {
     "kvp_l2_serde": one_of(*CODECS),
     "kvp_user": ACCOUNT,
     "kvp_group": ACCOUNT,
-    "kvp_uid": whole(1, 65533),
+    "kvp_uid": whole(1, 2**32 - 3),
     "kvp_lmcache_host": text(
         r"127[.]0[.]0[.]1|localhost",
         "127.0.0.1 or localhost (neither port has a password, so they stay on loopback; LMCache knows no IPv6)",
     ),
     "kvp_lmcache_port": PORT,
     "kvp_lmcache_http_port": PORT,
-    "kvp_storage_device": or_empty(
-        text(
-            r"/dev/[!-~]+",
-            "a path below /dev, such as /dev/disk/by-id/nvme-..., and empty for a cache on the shared disk",
-        )
-    ),
+    "kvp_storage_device": or_empty(DEVICE),
     "kvp_storage_filesystem": one_of("xfs", "ext4"),
-    "kvp_storage_format_consent": or_empty(text(r"/dev/[!-~]+", "kvp_storage_device to the letter")),
+    "kvp_storage_format_consent": or_empty(DEVICE),
     "kvp_storage_mount": text(_PATH, _PATH_WORDS, but=_UP),
     "kvp_storage_mount_options": text(
         r'[A-Za-z0-9._/:=,@+%"-]+', 'options separated by commas, without blanks or #; "defaults" for none'
     ),
     "kvp_lmcache_variant": one_of("cuda", "cpu"),
-    "kvp_lmcache_venv": PATH,
+    "kvp_lmcache_venv": text(
+        _PATH,
+        f"{_PATH_WORDS}, and not a directory of the system's own: uninstall.yml removes it",
+        but=rf"{_UP}|^/(etc|boot|bin|sbin|lib[0-9]*|dev|proc|sys)(/|$)|^/(usr(/local|/lib)?|var(/lib|/cache)?|opt|srv|home|root|mnt)$",
+    ),
     "kvp_lmcache_python": PROGRAM,
     "kvp_lmcache_wheel_dir": or_empty(PATH),
     "kvp_lmcache_index_args": words("a list of arguments of pip, none of them empty", secret=True),
@@ -208,22 +243,33 @@ RULES: Dict[str, Rule] = {
         lambda value: isinstance(value, str) and _word(value) and value.isprintable() and value[:1] not in ("", "-"),
         "one line of text that does not begin with -",
     ),
-    "kvp_vllm_host": text(r"[0-9A-Za-z.:-]+", "an IP address or a host name"),
+    "kvp_vllm_host": text(r"[0-9A-Za-z:][0-9A-Za-z.:-]*", "an IP address or a host name"),
     "kvp_vllm_port": PORT,
-    "kvp_vllm_api_key_file": or_empty(PATH),
-    "kvp_vllm_hf_token_file": or_empty(PATH),
-    "kvp_vllm_gpus": or_empty(text(r'[A-Za-z0-9_=,."-]+', "what docker's --gpus takes, such as all or device=0")),
-    "kvp_vllm_memory": or_empty(text(r"[1-9][0-9]*[bkmgBKMG]?", "a size as docker takes it, such as 200g")),
+    "kvp_vllm_api_key_file": SECRET_FILE,
+    "kvp_vllm_hf_token_file": SECRET_FILE,
+    "kvp_vllm_gpus": or_empty(
+        text(
+            rf'(all|[1-9][0-9]*|device={_GPU}|"device={_GPU}(,{_GPU})*")',
+            "all, a number above 0, device=0 or '\"device=0,1\"'",
+        )
+    ),
+    "kvp_vllm_memory": or_empty(
+        text(r"[1-9][0-9]*([.][0-9]+)?[kmgtKMGT]([iI]?[bB])?", "a size with its unit as docker takes it, such as 200g")
+    ),
     "kvp_vllm_command": words("a list of at least one word", least=1),
     "kvp_vllm_extra_args": words("a list of words, none of them empty"),
-    "kvp_vllm_docker_args": words("a list of words, none of them empty", secret=True),
+    "kvp_vllm_docker_args": Rule(
+        _docker_words, f"a list of words, none of them empty, that set {_NO_SECRETS}", secret=True
+    ),
     "kvp_vllm_env": Rule(
-        _environment, "values by name: letters, digits and _ in a name, and no NUL in a value", secret=True
+        _environment,
+        f"values without NUL by name, of letters, digits and _, and {_NO_SECRETS}",
+        secret=True,
     ),
     "kvp_vllm_start_timeout": SECONDS,
     "kvp_vllm_drain_timeout": SECONDS,
     "kvp_vllm_stop_timeout": SECONDS,
-    "kvp_vllm_lmcache_wait": SECONDS,
+    "kvp_vllm_lmcache_wait": whole(0, WEEK, "seconds"),
     "kvp_vllm_lmcache_timeout": SECONDS,
     "kvp_identity_uncertain": one_of("fail", "serve-uncached"),
     "kvp_identity_python": PROGRAM,

@@ -234,9 +234,9 @@ class StoreAdapter(L2AdapterInterface):
         self._register_metrics()
         usage = self.store.usage()
         if guard.install():
-            logger.info(
-                "kvpersist guard: figures for everybody, the rest of the HTTP port for root and uid %d", os.getuid()
-            )
+            logger.info("kvpersist guard: figures for all, the rest of the HTTP port for root and uid %d", os.getuid())
+        else:
+            logger.warning("kvpersist guard: no HTTP server was found to guard")
         logger.info(
             "kvpersist store: %d chunks, %d bytes live, %d bytes of others, budget %d, indexed in %.2f s%s, %s",
             self.store.index.count,

@@ -3,10 +3,14 @@
 LMCache 0.5.6 asks nobody for a password, so every account of the host could delete what is in memory, list the
 chunks and change the settings (POST /cache/clear, DELETE /cache/objects, GET /loglevel?level=...). A request comes
 over loopback, so the kernel knows whose it is. The ZMQ port, which moves the KV itself, has no such guard.
+
+uvicorn believes X-Forwarded-For from loopback, in which anybody could name another's connection: the unit sets
+FORWARDED_ALLOW_IPS, and a request with such a header is nobody's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import struct
@@ -48,19 +52,24 @@ class Guard:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or self._allowed(scope):
+        if scope["type"] == "lifespan" or await self._allowed(scope):
             await self.app(scope, receive, send)
-        else:
+        elif scope["type"] == "http":
             headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(REFUSAL)).encode())]
             await send({"type": "http.response.start", "status": 403, "headers": headers})
             await send({"type": "http.response.body", "body": REFUSAL})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
 
     @staticmethod
-    def _allowed(scope: Any) -> bool:
+    async def _allowed(scope: Any) -> bool:
         if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"] in PUBLIC:
             return True
+        if any(b"forwarded" in name.lower() for name, _ in scope["headers"]):
+            return False
         try:
-            return owner(tuple(scope["client"][:2]), tuple(scope["server"][:2])) in (0, os.getuid())
+            ends = tuple(scope["client"][:2]), tuple(scope["server"][:2])
+            return await asyncio.to_thread(owner, *ends) in (0, os.getuid())  # the table of a busy host is long
         except (OSError, TypeError, ValueError):  # no IPv4 connection of this host
             return False
 
