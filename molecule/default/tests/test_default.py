@@ -10,7 +10,11 @@ from play import REPO, changed, long, told
 
 KEY, TOKEN = "sk-s3cret-of-the-test", "hf_s3cret-of-the-test"
 VARS = yaml.safe_load((REPO / "molecule/default/inventory/hosts.yml").read_text())["kvpersist"]["hosts"]["kvp-default"]
-CHAT = {"model": VARS["kvp_vllm_served_model_name"], "messages": [{"role": "user", "content": "Hello"}]}
+CHAT = {
+    "model": VARS["kvp_vllm_served_model_name"],
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 4,
+}
 
 
 def test_services_run_and_are_enabled(host):
