@@ -223,7 +223,7 @@ class StoreAdapter(L2AdapterInterface):
         self._writing: set[ChunkKey] = set()
         self._unreadable: set[ChunkKey] = set()
         self._damaged: set[ChunkKey] = set()
-        self._gate: tuple[int, bool] = (0, False)
+        self._gate: tuple[int, str] = (0, "closed")
         self._closed_since: Optional[float] = None
         self._closing = False
         self._scanner: Optional[threading.Thread] = None
@@ -264,16 +264,15 @@ class StoreAdapter(L2AdapterInterface):
             if stamp != self._gate[0]:
                 with open(path, encoding="utf-8") as file:
                     seen = json.load(file)
-                is_open = seen["gate"] == "open"
-                if is_open and not self.store.is_live(seen["model"]):
+                if seen["gate"] == "open" and not self.store.is_live(seen["model"]):
                     logger.warning("kvpersist store: %s is served now", seen["model"])
                     self.store.serve(seen["model"])
                     self._rescan()
-                self._gate = (stamp, is_open)
+                self._gate = (stamp, str(seen["gate"]))
                 self._closed_since = None
         except (OSError, ValueError, KeyError, TypeError):
-            self._gate = (0, False)
-        return self._gate[1]
+            self._gate = (0, "closed")
+        return self._gate[1] == "open"
 
     def _admitted_soon(self) -> bool:
         """Like :meth:`_admitted`, but a gate that is found closed gets GATE_SECONDS to open, once after each change."""
@@ -286,6 +285,13 @@ class StoreAdapter(L2AdapterInterface):
                 return False
             time.sleep(0.1)
         return True
+
+    def _admitted_before(self) -> bool:
+        """Whether what was given while the gate was open may still be stored.
+
+        A vLLM that ends takes leave, which closes the gate; its last chunks may lie in the queue then.
+        """
+        return self._admitted() or self._gate[1] == "closed"
 
     def _rescan(self) -> None:
         """Read the root again, beside what else is going on."""
@@ -385,7 +391,8 @@ class StoreAdapter(L2AdapterInterface):
                 self._stored[task] = L2StoreResult(success, sum(size for _, size in written) if success else 0)
             self._store_efd.notify()
 
-        self._submit(self._storing, keys, objects, self._store_one, done)
+        may_store = self._admitted_before if self._admitted() else self._admitted_soon
+        self._submit(self._storing, keys, objects, lambda key, obj: self._store_one(key, obj, may_store), done)
         return task
 
     def _submit(
@@ -418,9 +425,9 @@ class StoreAdapter(L2AdapterInterface):
             done, self._stored = self._stored, {}
         return done
 
-    def _store_one(self, key: ChunkKey, obj: MemoryObj) -> Optional[int]:
+    def _store_one(self, key: ChunkKey, obj: MemoryObj, may_store: Callable[[], bool]) -> Optional[int]:
         """Disk bytes written; 0 when the chunk is there already, None when it could not be stored."""
-        if not self._admitted_soon():
+        if not may_store():
             return self._refused("gate")
         if not self.store.is_live(key.model_name):
             return self._refused("namespace")
