@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import subprocess
 
 import pytest
@@ -113,6 +114,22 @@ def test_other_accounts_of_the_host_read_figures_and_no_more(host):
         assert status("nobody", "-X POST", f"-H '{header}: 127.0.0.1:{port}'", f"{url}/cache/clear") == "403"
     host.check_output("systemctl stop held")
     assert host.run("runuser -u nobody -- ls /var/lib/kvpersist").rc != 0
+
+
+def test_the_firewall_rules_of_the_security_page_close_the_zmq_port_to_others(host, play):
+    page = (play.docs / "en/security.md").read_text()
+    rules = re.findall(r"^    (iptables -I .*)$", page, re.M)
+    assert len(rules) == 3
+    connect = "runuser -u {} -- bash -c '</dev/tcp/127.0.0.1/5555'"
+    assert host.run(connect.format("nobody")).rc == 0
+    host.check_output(" && ".join(rules))
+    try:
+        assert host.run(connect.format("nobody")).rc != 0
+        for account in ("root", "kvpersist"):
+            assert host.run(connect.format(account)).rc == 0
+        assert host.run("kvp-admin status").rc == 0
+    finally:
+        host.check_output(" && ".join(rule.replace(" -I ", " -D ") for rule in rules))
 
 
 SCAN = """
