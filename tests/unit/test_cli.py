@@ -206,7 +206,7 @@ def test_status_says_what_is_wrong_with_the_store(admin, cache, server, monkeypa
     assert said() == (0, "")
     assert said(f_flag=os.ST_RDONLY) == (
         1,
-        f"{cache} is mounted read-only, so nothing is stored: mount -o remount,rw {cache}",
+        f"{cache} is mounted read-only, so nothing is stored: mount -o remount,rw its mount point (findmnt -T {cache})",
     )
     code, text = said(f_bavail=0)
     assert (code, f"the disk of {cache} is full" in text) == (1, True)

@@ -1,16 +1,22 @@
 """The plugin's two wrappers, on stand-ins for classes of LMCache and vLLM; the real ones are in molecule/faults."""
 
+import asyncio
 import importlib.util
 import types
 
 import pytest
 from conftest import COLLECTION
 
-spec = importlib.util.spec_from_file_location(
-    "kvpersist_vllm", COLLECTION / "roles/kvp_vllm/files/vllm_plugin/kvpersist_vllm.py"
-)
-plugin = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(plugin)
+
+def module(name):
+    file = COLLECTION / f"roles/kvp_vllm/files/vllm_plugin/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+plugin, key = module("kvpersist_vllm"), module("kvpersist_key")
 
 
 class Adapter:
@@ -92,3 +98,35 @@ def test_the_scheduler_hears_of_what_it_has(recving, sending, heard):
 def test_it_does_nothing_without_the_cache(monkeypatch):
     monkeypatch.delenv("KVP_CACHING", raising=False)
     plugin.register()
+
+
+def asked(monkeypatch, method="POST", path="/invocations", given="", kind="http"):
+    """What the middleware answers, or "passed"."""
+    sent = []
+
+    async def app(scope, receive, send):
+        sent.append({"status": "passed"})
+
+    async def send(message):
+        sent.append(message)
+
+    monkeypatch.setenv("VLLM_API_KEY", "sk-key")
+    headers = [(b"host", b"x"), (b"authorization", given.encode())] if given else []
+    scope = {"type": kind, "method": method, "path": path, "headers": headers}
+    asyncio.run(key.KeyForEverything(app)(scope, None, send))
+    return sent[0].get("status", sent[0].get("type"))
+
+
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer ", "Bearer sk-ke", "Bearer sk-key ", "Basic sk-key", "sk-key"])
+def test_without_the_key_nothing_is_answered(monkeypatch, given):
+    assert asked(monkeypatch, given=given) == 401
+    assert asked(monkeypatch, "GET", "/tokenizer_info", given) == 401
+    assert asked(monkeypatch, kind="websocket", given=given) == "websocket.close"
+
+
+def test_with_the_key_all_is_and_probes_need_none(monkeypatch):
+    assert asked(monkeypatch, given="Bearer sk-key") == asked(monkeypatch, given="bearer sk-key") == "passed"
+    for path in ("/health", "/metrics", "/ping", "/version"):
+        assert asked(monkeypatch, "GET", path) == "passed"
+    assert asked(monkeypatch, "POST", "/ping") == asked(monkeypatch, "GET", "/health/") == 401
+    assert asked(monkeypatch, "OPTIONS") == asked(monkeypatch, kind="lifespan") == "passed"

@@ -155,6 +155,12 @@ def test_api_key_is_needed_and_stays_secret(host):
     send = f"curl -s -o /dev/null -w '%{{http_code}}' -H 'Content-Type: application/json' -d '{json.dumps(CHAT)}' {url}"
     assert host.check_output(send) == "401"
     assert host.check_output(f"{send} -H 'Authorization: Bearer {KEY}'") == "200"
+    # Also where vLLM by itself does not ask for it.
+    other = send.replace("/v1/chat/completions", "/invocations")
+    assert host.check_output(other) == "401"
+    assert host.check_output(f"{other} -H 'Authorization: Bearer {KEY}'") == "200"
+    for path, status in (("tokenize", "401"), ("v1/models", "401"), ("health", "200"), ("metrics", "200")):
+        assert host.check_output(f"curl -s -o /dev/null -w '%{{http_code}}' http://127.0.0.1:8000/{path}") == status
     for where in ("docker inspect smollm2-kvp", "ps axww -o args", "journalctl -b --no-pager", "cat /etc/kvpersist/*"):
         shown = host.check_output(f"{where} | grep -v grep | grep -c -e {KEY} -e {TOKEN} || true")
         assert shown == "0", where

@@ -104,12 +104,15 @@ def _store_problems(arguments: argparse.Namespace, is_active: bool) -> List[str]
         return problems
     except OSError as error:
         problems.append(
-            f"{root} cannot be read: {error.strerror}. Is its disk there (dmesg, lsblk)? Then: systemctl stop "
-            f"kvpersist-lmcache; umount {root}; mount {root}; systemctl start kvpersist-lmcache"
+            f"{root} cannot be read: {error.strerror}. Is its disk there (dmesg, lsblk)? Then stop kvpersist-lmcache, "
+            f"unmount and mount the mount point (findmnt -T {root}), and start kvpersist-lmcache"
         )
         return problems
     if disk.f_flag & os.ST_RDONLY:
-        problems.append(f"{root} is mounted read-only, so nothing is stored: mount -o remount,rw {root}")
+        problems.append(
+            f"{root} is mounted read-only, so nothing is stored: mount -o remount,rw "
+            f"its mount point (findmnt -T {root})"
+        )
     limits = _limits(arguments)
     if disk.f_bavail * disk.f_frsize <= limits["reserve"]:
         problems.append(
@@ -151,7 +154,7 @@ def status(arguments: argparse.Namespace) -> int:
         )
     elif gate_state["gate"] == "closed" and variables.get("KVP_NAMESPACE"):
         problems.append(f"the gate is closed: {gate_state['reason']}")
-    problems += [f"{unit} is {shown}" for unit, shown in units.items() if shown != "active"]
+    problems += [f"{unit} is {shown}: journalctl -u {unit} -n 40" for unit, shown in units.items() if shown != "active"]
     problems += _store_problems(arguments, units[UNITS[0]] == "active")
     document: Dict[str, Any] = {
         "caching": not problems,
