@@ -47,7 +47,8 @@ NASTY = {
     "dictionary with NUL": {"A": "\0"},
 }
 
-#: What reaches docker or pip word by word, as arguments or environment: test_launcher.py and molecule/default compare.
+#: What reaches docker or pip word by word, as arguments or environment (test_launcher.py and molecule/default compare),
+#: and what is only compared.
 WORD_BY_WORD = {
     "kvp_vllm_served_model_name",
     "kvp_vllm_command",
@@ -56,6 +57,7 @@ WORD_BY_WORD = {
     "kvp_vllm_env",
     "kvp_vllm_gpus",
     "kvp_lmcache_index_args",
+    "kvp_storage_format_consent",
 }
 
 

@@ -205,7 +205,8 @@ RULES: Dict[str, Rule] = {
     "kvp_lmcache_http_port": PORT,
     "kvp_storage_device": or_empty(DEVICE),
     "kvp_storage_filesystem": one_of("xfs", "ext4"),
-    "kvp_storage_format_consent": or_empty(DEVICE),
+    # Only compared; the role says what is there and what to write.
+    "kvp_storage_format_consent": text(r"[ -~]{0,255}", "kvp_storage_device to the letter"),
     "kvp_storage_mount": text(_PATH, _PATH_WORDS, but=_UP),
     "kvp_storage_mount_options": text(
         r'[A-Za-z0-9._/:=,@+%"-]+', 'options separated by commas, without blanks or #; "defaults" for none'
