@@ -99,6 +99,22 @@ def test_a_host_without_gpus(tmp_path):
     assert "--kv-cache-dtype" not in config["serve_args"]
 
 
+def test_secrets_are_mounted_and_the_key_is_asked_for_everywhere(tmp_path):
+    without, mounted = render(tmp_path), "/run/kvpersist/{0}:/run/kvpersist/{0}:ro"
+    assert "--middleware" not in without["serve_args"]
+    assert not [word for word in without["docker_args"] if "/run/kvpersist" in word]
+    config = render(tmp_path, kvp_vllm_api_key_file="/root/key", kvp_vllm_hf_token_file="/root/token")
+    assert value(config["serve_args"], "--middleware") == "kvpersist_key.KeyForEverything"
+    for name in ("api-key", "hf-token"):
+        at = config["docker_args"].index(mounted.format(name))
+        assert config["docker_args"][at - 1] == "--volume"
+
+
+def test_a_stop_drains_unless_told_otherwise(tmp_path):
+    assert value(render(tmp_path)["serve_args"], "--shutdown-timeout") == "15"
+    assert "--shutdown-timeout" not in render(tmp_path, kvp_vllm_drain_timeout="0")["serve_args"]
+
+
 def test_a_hub_snapshot_is_mounted_with_the_blobs_it_links_to(tmp_path):
     hub = "/srv/hub/models--Qwen--Qwen3-32B"
     config = render(tmp_path, kvp_vllm_model_dir=f"{hub}/snapshots/{'a' * 40}")

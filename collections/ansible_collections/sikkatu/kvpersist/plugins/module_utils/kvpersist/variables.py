@@ -268,7 +268,7 @@ RULES: Dict[str, Rule] = {
         secret=True,
     ),
     "kvp_vllm_start_timeout": SECONDS,
-    "kvp_vllm_drain_timeout": SECONDS,
+    "kvp_vllm_drain_timeout": whole(0, WEEK, "seconds"),
     "kvp_vllm_stop_timeout": SECONDS,
     "kvp_vllm_lmcache_wait": whole(0, WEEK, "seconds"),
     "kvp_vllm_lmcache_timeout": SECONDS,
