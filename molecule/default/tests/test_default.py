@@ -254,7 +254,7 @@ WRONG = [
             "kvp_lmcache_extra_args": ["$(id)"],
             "kvp_vllm_memory": None,
             "kvp_user": "root",
-            "kvp_vllm_env": {"A": None},
+            "kvp_vllm_env": {"HF_TOKEN": "x"},
             "kvp_lmcache_trigger_watermark": 9,
         },
         [
@@ -269,24 +269,44 @@ WRONG = [
             "kvp_vllm_memory is null",
             'kvp_user is "root"',
             "kvp_vllm_env is not shown",
+            "kvp_vllm_hf_token_file name files of root",
             "kvp_lmcache_trigger_watermark is 9",
         ],
     ),
-    ({"kvp_vllm_env": {"HF_TOKEN": "x"}}, ["kvp_vllm_env is not shown", "kvp_vllm_hf_token_file"]),
     ({"kvp_vllm_hf_token_file": "/etc/passwd"}, ["kvp_vllm_hf_token_file names a file", "of root with mode 0644"]),
     ({"kvp_user": "backup", "kvp_group": "kvpersist"}, ["kvp_user is backup, which this host has with id 34"]),
     ({"kvp_vllm_image_unpinned": False}, ["kvp_vllm_image is kvpersist/vllm-cpu:0.32.0", "NAME@sha256:DIGEST"]),
-    ({"kvp_vllm_image": "lmcache/vllm-openai@sha256:REPLACE_ME"}, ["kvp_vllm_image", "REPLACE_ME"]),
-    ({"kvp_identity_kv_groups": [{"layers": 1, "window": "REPLACE_ME"}]}, ["kvp_identity_kv_groups", "REPLACE_ME"]),
-    ({"kvp_identity_model_revision": "main"}, ['model_revision is "main"', "40 hexadecimal digits"]),
-    ({"kvp_identity_kv_cache_dtype": "auto"}, ['kv_cache_dtype is "auto"', "bfloat16"]),
+    (
+        {
+            "kvp_vllm_image": "lmcache/vllm-openai@sha256:REPLACE_ME",
+            "kvp_identity_kv_groups": [{"layers": 1, "window": "REPLACE_ME"}],
+        },
+        ["REPLACE_ME in your inventory: kvp_identity_kv_groups, kvp_vllm_image"],
+    ),
+    (
+        {
+            "kvp_identity_model_revision": "main",
+            "kvp_identity_kv_cache_dtype": "auto",
+            "kvp_identity_kv_groups": [{"layers": 30, "kv_heads": 3, "head_dim": 64}],
+            "kvp_vllm_extra_args": ["--enable-lora"],
+            "kvp_vllm_docker_args": ["--env", "VLLM_KV_CACHE_LAYOUT=NHD"],
+        },
+        [
+            'model_revision is "main"',
+            "40 hexadecimal digits",
+            'kv_cache_dtype is "auto"',
+            "bfloat16",
+            "kv_groups[0]",
+            "k_head_dim",
+            "--enable-lora among the extra arguments",
+            "VLLM_KV_CACHE_LAYOUT in the environment",
+            "serve-uncached",
+        ],
+    ),
     ({"kvp_l1_size_gb": 4096}, ["kvp_l1_size_gb is 4096"]),
     ({"kvp_vllm_api_key_file": ""}, ["kvp_vllm_host is 0.0.0.0", "kvp_vllm_api_key_file is empty"]),
     ({"kvp_vllm_model_dir": "/srv/models/none"}, ["/srv/models/none/config.json"]),
     ({"kvp_vllm_extra_args": ["--dtype=half"]}, ["--dtype", "kvp_identity_"]),
-    ({"kvp_vllm_extra_args": ["--enable-lora"]}, ["--enable-lora among the extra arguments", "serve-uncached"]),
-    ({"kvp_vllm_docker_args": ["--env", "VLLM_KV_CACHE_LAYOUT=NHD"]}, ["VLLM_KV_CACHE_LAYOUT in the environment"]),
-    ({"kvp_identity_kv_groups": [{"layers": 30, "kv_heads": 3, "head_dim": 64}]}, ["kv_groups[0]", "k_head_dim"]),
     ({"kvp_lmcache_extra_args": ["--chunk-size=512"]}, ["kvp_lmcache_extra_args has --chunk-size"]),
     ({"kvp_identity_lmcache_version": "0.5.5"}, ["kvp_identity_lmcache_version is 0.5.5", "lmcache==0.5.6"]),
     ({"kvp_vllm_port": 8080}, ["kvp_vllm_port is 8080", "kvp_lmcache_http_port"]),
@@ -302,7 +322,9 @@ def test_wrong_values_are_refused_before_anything_changes(play, variables, needl
     refused(play, *needles, **variables)
 
 
-@pytest.mark.parametrize("variable", ["kvp_lmcache_port", "kvp_lmcache_http_port", "kvp_vllm_port"])
+@pytest.mark.parametrize(
+    "variable", [pytest.param("kvp_lmcache_port", marks=long), "kvp_lmcache_http_port", "kvp_vllm_port"]
+)
 def test_a_taken_port_is_refused_and_its_owner_named(play, variable):
     play.host.check_output("systemd-run --unit squatter python3 -m http.server --bind 127.0.0.1 9999")
     try:
