@@ -25,6 +25,7 @@ def test_identify_writes_what_site_takes(identify, deploy, ask):
     assert again["token_ids"] == control["token_ids"]
 
 
+@long
 def test_what_is_stored_under_a_fixed_name(by_hand, ask):
     """The chat that the next tests ask again, of `model` in bfloat16 with blocks of 128."""
     by_hand("fixed", MODEL)
@@ -32,13 +33,14 @@ def test_what_is_stored_under_a_fixed_name(by_hand, ask):
     assert stored["token_ids"] == control["token_ids"]
 
 
+@long
 @pytest.mark.parametrize(
     "served",
     [
         pytest.param({"model": OTHER}, id="weights"),
-        pytest.param({"model": MODEL, "block_size": 64}, id="block-size", marks=long),
-        pytest.param({"model": SPLIT}, id="head-split", marks=long),
-        pytest.param({"model": MODEL, "dtype": "float16", "kv_cache_dtype": "float16"}, id="dtype", marks=long),
+        pytest.param({"model": MODEL, "block_size": 64}, id="block-size"),
+        pytest.param({"model": SPLIT}, id="head-split"),
+        pytest.param({"model": MODEL, "dtype": "float16", "kv_cache_dtype": "float16"}, id="dtype"),
     ],
 )
 def test_a_fixed_name_gives_wrong_hits(by_hand, ask, served):
