@@ -168,12 +168,14 @@ ACCOUNT = text(
 PROGRAM = text(r"[A-Za-z0-9._/][A-Za-z0-9._/+-]*", "a program: letters, digits and ._/+-")
 #: Index or UUID of a GPU or of a part of one.
 _GPU = r"[A-Za-z0-9:/._-]+"
-#: Of root; a slip could be the secret itself.
-SECRET_FILE = Rule(lambda value: value == "" or PATH.holds(value), f'{PATH.allowed}, or ""', secret=True)
 
 
 def or_empty(rule: Rule) -> Rule:
     return Rule(lambda value: value == "" or rule.holds(value), f'{rule.allowed}, or ""')
+
+
+#: Of root; a slip could be the secret itself.
+SECRET_FILE = or_empty(PATH)._replace(secret=True)
 
 
 _NO_SECRETS = (

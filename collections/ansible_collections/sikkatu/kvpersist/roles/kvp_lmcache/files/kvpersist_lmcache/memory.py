@@ -10,7 +10,9 @@ from typing import Any
 from lmcache.v1.platform.devices.cpu import shm
 
 
-class _Unpinned(dict):  # type: ignore[type-arg]  # as LMCache declares it, but it keeps nothing
+class _Unpinned(dict[int, Any]):
+    """What LMCache keeps its pins in, but it keeps nothing."""
+
     def __setitem__(self, key: int, value: Any) -> None:
         pass
 
