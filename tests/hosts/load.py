@@ -24,8 +24,14 @@ from probe import conversation
 TIMEOUT = 120
 #: Tokens of a chat, turn by turn; a chunk has 256.
 TURNS = (700, 1200, 1700, 2300)
+#: What vLLM answers, with status 500, to a request that comes while it stops and finishes the ones before.
+STOPPING = b"cannot schedule new futures after shutdown"
 #: What float32 and another order of additions may make of a logarithmic probability.
 NEAR_TIE = 0.01
+
+
+class Stopping(Exception):
+    """vLLM did not take the request, since it is about to end: as good as a closed port."""
 
 
 def ask(endpoint, seed, tokens, salt=""):
@@ -51,13 +57,18 @@ def ask(endpoint, seed, tokens, salt=""):
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
-            raise http.client.HTTPException(f"{response.status}: {response.read(300)!r}")
+            said = response.read(300)
+            if response.status == 500 and STOPPING in said:
+                raise Stopping
+            raise http.client.HTTPException(f"{response.status}: {said!r}")
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[len("data: ") :])
             usage = event.get("usage") or usage
             for choice in event.get("choices", []):
+                if choice.get("finish_reason") == "abort":  # it ended while this request was on its way to the engine
+                    raise http.client.HTTPException("vLLM aborted it")
                 ids += choice.get("token_ids") or []
                 for token in (choice.get("logprobs") or {}).get("content") or []:
                     likely.append({top["token"].split(":")[1]: top["logprob"] for top in token["top_logprobs"]})
@@ -84,6 +95,9 @@ def run(endpoint, file, clients, count, number):
             except ConnectionRefusedError:  # nobody was there to lose it
                 time.sleep(0.2)
                 continue
+            except Stopping:
+                record = {"stopping": True, "started": started, "ended": time.time()}
+                time.sleep(0.2)
             except (OSError, ValueError, http.client.HTTPException) as error:
                 record = {"lost": repr(error), "started": started, "ended": time.time()}
                 time.sleep(0.2)
@@ -128,10 +142,12 @@ def check(endpoint, file):
         "hits": sum(record["cached"] > 0 for record in answers),
         "near_ties": verdicts.count("near"),
         "wrong": [each for each in verdicts if each not in ("", "near")],
+        "stopping": sum("stopping" in record for record in records),
         "lost": [record["lost"] for record in records if "lost" in record],
         "longest_seconds": round(max((record["ended"] - record["started"] for record in records), default=0), 1),
         "requests": [
-            {key: record.get(key, 0) for key in ("started", "ended", "cached", "lost", "tokens")} for record in records
+            {key: record.get(key, 0) for key in ("started", "ended", "cached", "lost", "stopping", "tokens")}
+            for record in records
         ],
     }
 

@@ -224,12 +224,12 @@ def on(tmp_path_factory):
 def row(on):
     """``with row(NAME) as chats:`` breaks something, repairs it and leaves: then caching has to come back.
 
-    ``lost`` is how many requests may be lost (those in flight on a vLLM that is killed), ``deadline`` the seconds that
-    one may take.
+    ``lost`` is how many requests may be lost (those in flight on a vLLM that is killed), ``stops`` whether vLLM is told
+    to stop, which it does after the requests that it has and without taking more; ``deadline`` is in seconds.
     """
 
     @contextlib.contextmanager
-    def breaking(name, lost=0, deadline=DEADLINE, clients=4):
+    def breaking(name, lost=0, stops=False, deadline=DEADLINE, clients=4):
         chats = Row(on, name, clients)
         try:
             chats.wait_answers(4 * clients)  # each prefix was stored as a whole
@@ -244,6 +244,7 @@ def row(on):
         assert seen["wrong"] == []
         assert seen["near_ties"] <= 0.1 * seen["answers"]
         assert len(seen["lost"]) <= lost, seen["lost"]
+        assert stops or not seen["stopping"]
         assert seen["longest_seconds"] <= deadline
 
     return breaking
@@ -251,12 +252,14 @@ def row(on):
 
 def pytest_terminal_summary(terminalreporter):
     """The matrix."""
-    terminalreporter.write_line(f"{'fault':44} requests  hits  wrong  near ties  lost  longest stall  recovered in")
+    terminalreporter.write_line(
+        f"{'fault':44} requests  hits  wrong  near ties  lost  not taken  longest stall  recovered in"
+    )
     for seen in MATRIX:
         terminalreporter.write_line(
             f"{seen['fault']:44} {seen['answers']:8d}  {seen['hits']:4d}  {len(seen['wrong']):5d}  "
-            f"{seen['near_ties']:9d}  {len(seen['lost']):4d}  {seen['longest_seconds']:11.1f} s  "
-            f"{seen['recovered']:10.1f} s"
+            f"{seen['near_ties']:9d}  {len(seen['lost']):4d}  {seen['stopping']:9d}  "
+            f"{seen['longest_seconds']:11.1f} s  {seen['recovered']:10.1f} s"
         )
 
 

@@ -266,7 +266,7 @@ def test_clients_go_away_while_their_chat_is_loaded(on, row):
 @long
 def test_lmcache_is_away_when_vllm_starts(on, row):
     """It serves uncached and says so, until vLLM is restarted."""
-    with row("no lmcache when vLLM starts", lost=2 * IN_FLIGHT) as chats:
+    with row("no lmcache when vLLM starts", lost=2 * IN_FLIGHT, stops=True) as chats:
         with on.drop_in("[Unit]\nConditionPathExists=/never"):
             on.run(f"systemctl stop {LMCACHE}")
             on.kill(VLLM)
@@ -279,14 +279,14 @@ def test_lmcache_is_away_when_vllm_starts(on, row):
 
 @long
 def test_docker_is_restarted(on, row):
-    with row("docker restarted", lost=IN_FLIGHT):
+    with row("docker restarted", lost=IN_FLIGHT, stops=True):
         on.sh("systemctl restart docker")
 
 
 @long
 def test_docker_is_killed(on, row):
     """The container is left over, under the name that the next one wants."""
-    with row("dockerd SIGKILL", lost=IN_FLIGHT):
+    with row("dockerd SIGKILL", lost=IN_FLIGHT, stops=True):
         on.kill("docker")
 
 
@@ -309,7 +309,7 @@ def test_the_clock_jumps(on, row):
 @long
 def test_a_power_cut(on, row):
     """What was not flushed is lost: processes, memory and the file system at once."""
-    with row("power cut", lost=IN_FLIGHT):
+    with row("power cut", lost=IN_FLIGHT, stops=True):
         vllm, lmcache = on.pid(VLLM), on.pid(LMCACHE)
         on.sh(f"xfs_io -x -c shutdown {ROOT}; kill -9 {vllm} {lmcache}; systemctl stop {LMCACHE} {VLLM}")
         on.sh(f"umount {ROOT} && mount {ROOT} && systemctl start {LMCACHE} {VLLM}")
@@ -318,7 +318,7 @@ def test_a_power_cut(on, row):
 
 @long
 def test_a_reboot(on, row):
-    with row("reboot", lost=IN_FLIGHT) as chats:
+    with row("reboot", lost=IN_FLIGHT, stops=True) as chats:
         on.reboot()
         on.wait_vllm()
         chats.start()
@@ -329,7 +329,7 @@ def test_a_reboot(on, row):
 
 @long
 def test_eight_clients_over_restarts(on, row):
-    with row("8 clients, restarts in between", clients=8, lost=2 * 8) as chats:
+    with row("8 clients, restarts in between", clients=8, lost=2 * 8, stops=True) as chats:
         chats.wait_answers(40)
         on.kill(LMCACHE)
         chats.wait_answers(60)
@@ -352,7 +352,7 @@ def test_soak(on, row):
     number, end = 0, time.monotonic() + 60 * int(os.environ["KVP_SOAK_MINUTES"])
     while number < len(breaks) or time.monotonic() < end:
         do, lossy = breaks[number % len(breaks)]
-        with row(f"soak, round {number + 1}", clients=8, lost=2 * IN_FLIGHT if lossy else 0) as chats:
+        with row(f"soak, round {number + 1}", clients=8, lost=2 * IN_FLIGHT if lossy else 0, stops=lossy) as chats:
             do()
             chats.wait_answers(100)
         number += 1
