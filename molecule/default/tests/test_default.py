@@ -374,6 +374,24 @@ def test_an_unmounted_cache_is_refused_while_vllm_serves_on(host):
     host.check_output("systemctl start kvpersist-lmcache")
 
 
+def test_uninstall_refuses_what_would_end_half_done(host, play):
+    host.check_output("systemctl stop kvpersist-vllm kvpersist-lmcache && umount /var/lib/kvpersist")
+    before = touched(play)
+    code, output = play.book("uninstall.yml", kvp_uninstall_cache_root="/var/lib/kvpersist")
+    assert code != 0
+    assert "/var/lib/kvpersist is not mounted, so the chunks of /var/lib/kvpersist cannot be deleted" in told(output)
+    assert touched(play) == before
+    # A cache among what is removed is no directory that could be kept.
+    host.check_output("mount /var/lib/kvpersist && cp /etc/kvpersist/cache.env /root/cache.env")
+    host.check_output("sed -i 's,^KVP_CACHE_ROOT=.*,KVP_CACHE_ROOT=/etc/kvpersist/cache,' /etc/kvpersist/cache.env")
+    code, output = play.book("uninstall.yml")
+    host.check_output("mv /root/cache.env /etc/kvpersist/cache.env")
+    assert code != 0
+    assert "The cache is /etc/kvpersist/cache, which goes with the product's own files" in told(output)
+    assert touched(play) == before
+    host.check_output("systemctl start kvpersist-lmcache kvpersist-vllm")
+
+
 def test_uninstall_keeps_the_chunks_unless_their_directory_is_named(host, play):
     """Last of all."""
     chunks = host.check_output("ls /var/lib/kvpersist/*.bin")
@@ -406,7 +424,8 @@ def test_a_second_life_finds_the_cache(host, play):
     code, output = play.site()
     assert code == 0, output
     assert json.loads(host.check_output("kvp-admin report --json"))["bytes"]["live"] > 0
+    host.check_output("mkdir /var/lib/kvpersist/lost+found && touch /var/lib/kvpersist/lost+found/one")
     code, output = play.book("uninstall.yml", kvp_uninstall_cache_root="/var/lib/kvpersist")
     assert code == 0, output
-    assert host.check_output("ls -A /var/lib/kvpersist") == ""
+    assert host.check_output("find /var/lib/kvpersist -type f -printf %%P") == "lost+found/one"
     assert host.mount_point("/var/lib/kvpersist").exists
