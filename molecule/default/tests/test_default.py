@@ -374,6 +374,7 @@ def test_an_unmounted_cache_is_refused_while_vllm_serves_on(host):
     host.check_output("systemctl start kvpersist-lmcache")
 
 
+@long
 def test_uninstall_refuses_what_would_end_half_done(host, play):
     host.check_output("systemctl stop kvpersist-vllm kvpersist-lmcache && umount /var/lib/kvpersist")
     before = touched(play)
